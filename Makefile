@@ -1,0 +1,41 @@
+# Everything runs in .venv of this checkout; the stamp makes a second call start at once.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all check format install model bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,test]'
+	touch $(STAMP)
+
+model: install
+	$(BIN)/ppl-eval fetch smollm2-135m
+
+demo: model
+	$(BIN)/tune run --nproc_per_node 2 distributed_ppl_eval --config smollm2/135M_ppl output_dir=runs/demo
+
+test: model
+	$(BIN)/python -m pytest
+
+test-all: model
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: model
+	$(BIN)/python benchmarks/throughput.py
+
+clean:
+	rm -rf $(VENV) runs build dist recipes/*.egg-info

@@ -1,0 +1,1 @@
+"""The shipped configs, one folder a model family; `ppl-eval ls` lists them."""
