@@ -208,7 +208,7 @@ def build(
     mend: Callable[..., list[str]] = correct,
     **changed: Any,
 ) -> tuple[torch.nn.Module, dict[str, Any], list[str]]:
-    """The family's torchtune model with a checkpoint's weights, its config.json and the corrections' notes."""
+    """The family's torchtune model with a checkpoint's weights, its config.json and corrections' notes."""
     family = family_named(case.family)
     loaded = load_state_dict(
         {
