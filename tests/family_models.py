@@ -19,6 +19,7 @@ from ppl_eval.checkpoints import load_state_dict
 from ppl_eval.config_check import model_arguments
 from ppl_eval.families import FAMILIES, Family, correct
 from ppl_eval.scoring import ScoringModel
+from ppl_eval.weights import load_into
 
 WINDOW = 16
 SHORT, LONG = 11, 81  # inputs; below and well above WINDOW
@@ -218,12 +219,12 @@ def build(
         }
     )
     config = loaded.hf_config
-    weights = {key: loaded.state_dict[key].to(dtype) for key in loaded.state_dict}
     with precision(dtype):
         builder = _get_component_from_path(family.component)
-        model = builder(**arguments_for(config, family.component) | changed)
+        with torch.device("meta"):
+            model = builder(**arguments_for(config, family.component) | changed)
         notes = mend(model, f"{family.package}.{family.name}", config)
-        model.load_state_dict(weights, strict=True)
+        load_into(model, loaded.state_dict, dtype=dtype)
     return model.eval(), config, notes
 
 

@@ -161,7 +161,7 @@ class Phi3RoPE(nn.Module):
     theta: Tensor
     theta_long: Tensor
 
-    def __init__(  # noqa: D107
+    def __init__(
         self,
         dim: int,
         rotary_dim: int,
