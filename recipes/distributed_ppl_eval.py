@@ -173,6 +173,8 @@ class DistributedPPLEvalRecipe:
             self.baseline = baseline.read_result(settings.baseline) if settings.baseline else {}
         self.load_checkpoint()
         self.decoder = models.build_on_meta(settings, self.dtype)
+        self.config_check, notes = models.match_family(self.decoder, self.checkpoint, settings)
+        self.notes += notes
         self.encoder = tokenizer.wrap_tokenizer(
             instantiate("tokenizer", settings.tokenizer), settings.tokenizer
         )

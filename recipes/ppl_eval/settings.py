@@ -49,6 +49,7 @@ KEYS: dict[str, Key] = {
     "aggregation": Key((DictConfig,), OmegaConf.create({})),
     "seed": Key((int,), 42, at_least=0),
     "seed_check": Key((str,), "warn", ("warn", "error", "ignore")),
+    "config_check": Key((str,), "error", ("error", "warn", "off")),
     "device": Key((str,), "cpu"),
     "dtype": Key((str,), "bf16", ("bf16", "fp16", "fp32", "fp64")),
     "batch_size": Key((int,), 1, at_least=1),
