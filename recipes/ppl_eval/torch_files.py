@@ -14,7 +14,7 @@ from ppl_eval.checkpoint_files import StoredTensor, check_readable
 from ppl_eval.weights import is_quantized
 
 # A file is mapped anew after this many bytes were handed out, so that the pages of converted weights do not pile up.
-REMAP_BYTES = 64 * 1024 * 1024
+REMAP_BYTES = 16 * 1024 * 1024
 MAX_REMAPS = 64
 STORAGE_BYTES = {
     "DoubleStorage": 8,
