@@ -1,0 +1,235 @@
+"""Weight files, opened without copying them: one private mapping per tensor, and errors that name the file.
+
+`safetensors.safe_open` maps a file once and keeps every page that was read resident until the last tensor of
+the file is gone. Here each tensor has a mapping of its own, so that a tensor which had to be converted gives
+its pages back at once. Mappings are private and never written to: all processes of a machine share the pages
+through the page cache.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+# Every dtype that a safetensors header can name and torch can hold.
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+MAX_HEADER_BYTES = 100_000_000
+SAMPLE_BLOCKS = 64
+SAMPLE_BLOCK_BYTES = 4096
+MIB = 1024 * 1024
+
+
+class StoredTensor(NamedTuple):
+    """Where one tensor lies.
+
+    `meta` tells shape and dtype (a tensor on the meta device, or the tensor itself when it is a quantised
+    one), `read` returns the values.
+    """
+
+    meta: torch.Tensor
+    read: Callable[[], torch.Tensor]
+
+
+def check_readable(path: Path) -> int:
+    """Size of `path` in bytes.
+
+    Raises:
+        ValueError: the file is missing, is no file, is empty, or is the text stub that Git LFS leaves behind.
+    """
+    if not path.is_file():
+        raise ValueError(f"checkpoint file {path} does not exist")
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError(f"checkpoint file {path} is empty (0 bytes): download or copy it again")
+    with path.open("rb") as file:
+        if file.read(40).startswith(b"version https://git-lfs"):
+            raise ValueError(
+                f"checkpoint file {path} is a Git LFS pointer of {size} bytes: run `git lfs pull` there"
+            )
+    return size
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Index of a safetensors file; no tensor is read before its `read` is called.
+
+    Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
+    data.
+
+    Raises:
+        ValueError: the file is truncated or corrupt (with its expected and its actual size), or holds an
+            unknown dtype.
+    """
+    size = check_readable(path)
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > MAX_HEADER_BYTES or header_bytes == 0:
+            raise ValueError(
+                f"{path} is not a safetensors file: its header claims {header_bytes} bytes, the file has "
+                f"{size}"
+            )
+        if 8 + header_bytes > size:
+            raise ValueError(
+                f"{path} is truncated: expected at least {8 + header_bytes} bytes for the header alone, "
+                f"found {size}"
+            )
+        raw = file.read(header_bytes)
+    try:
+        header: dict[str, Any] = json.loads(raw)
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        begin = 8 + header_bytes
+        stored = {name: _stored_tensor(path, name, entry, begin) for name, entry in header.items()}
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, IndexError) as e:
+        raise ValueError(
+            f"{path} is corrupt: its safetensors header cannot be read ({type(e).__name__}: {e})"
+        ) from e
+    if size != begin + end:
+        what = "truncated" if size < begin + end else "corrupt (longer than its header says)"
+        raise ValueError(
+            f"{path} is {what}: expected {begin + end} bytes, found {size}; download or copy it again"
+        )
+    return stored
+
+
+def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> StoredTensor:
+    dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(
+            f"{path}: tensor {name} has dtype {entry['dtype']}; known are {', '.join(SAFETENSORS_DTYPES)}"
+        )
+    shape = tuple(int(n) for n in entry["shape"])
+    first, last = entry["data_offsets"]
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if last - first != num_bytes or first < 0:
+        raise ValueError(
+            f"{path} is corrupt: tensor {name} of shape {shape} needs {num_bytes} bytes, its entry spans "
+            f"{last - first}"
+        )
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return StoredTensor(meta, partial(map_tensor, path, begin + first, shape, dtype))
+
+
+def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over a private mapping of `path`, `offset` bytes in; the mapping ends with its last view.
+
+    Every process maps the same page boundaries, so alignment, and with it the kernel chosen, is the same
+    everywhere.
+    """
+    numel = torch.Size(shape).numel()
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype)
+    skip = offset % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        mapping = mmap.mmap(
+            file.fileno(), skip + numel * dtype.itemsize, access=mmap.ACCESS_COPY, offset=offset - skip
+        )
+    flat = torch.frombuffer(mapping, dtype=dtype, count=numel, offset=skip)
+    if (
+        offset % dtype.itemsize
+    ):  # allowed by old writers; torch's kernels want whole elements on their boundary
+        flat = flat.clone()
+    return flat.view(shape)
+
+
+def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) -> Any:
+    """Content of a `.pt`, `.pth` or `.bin` file, tensors memory-mapped where the file's format allows it.
+
+    Args:
+        path: the file.
+        allow_unsafe_pickle: True executes whatever the file's pickle asks for, when the safe way fails.
+        notes: what the person should know is appended here.
+
+    Raises:
+        ValueError: truncated or corrupt file, or one that needs more than tensors and plain values.
+    """
+    size = check_readable(path)
+    import torchao.dtypes  # noqa: F401 (its tensor classes register themselves as safe to load)
+
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip:
+        with path.open("rb") as file:
+            head = file.read(4)
+        if head.startswith(b"PK\x03\x04"):
+            raise ValueError(
+                f"{path} is truncated: found {size} bytes, and the directory that a torch file ends with is "
+                f"missing; "
+                "download or copy it again"
+            )
+        notes.append(
+            f"{path.name} is in torch's old format and cannot be memory-mapped: every rank reads its own copy"
+        )
+    try:
+        return torch.load(str(path), map_location="cpu", mmap=is_zip, weights_only=True)
+    except pickle.UnpicklingError as e:
+        if not _needs_code(e):
+            raise ValueError(
+                f"{path} ({size} bytes) is corrupt or no torch checkpoint: {_first_line(e)}"
+            ) from e
+        if not allow_unsafe_pickle:
+            raise ValueError(
+                f"{path} holds more than tensors: {_first_line(e)}. Loading it would run code that the file "
+                f"names. "
+                "If, and only if, you trust whoever wrote it, set checkpointer.allow_unsafe_pickle=true; "
+                "better: convert it to safetensors"
+            ) from e
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as e:
+        raise ValueError(f"{path} ({size} bytes) is corrupt or no torch checkpoint: {_first_line(e)}") from e
+    notes.append(
+        f"{path.name} was unpickled without restrictions (checkpointer.allow_unsafe_pickle): it could run "
+        f"any code"
+    )
+    return torch.load(str(path), map_location="cpu", mmap=is_zip, weights_only=False)
+
+
+def _needs_code(error: Exception) -> bool:
+    text = str(error)
+    return "GLOBAL" in text or "Unsupported" in text or "not allowed" in text
+
+
+def _first_line(error: Exception) -> str:
+    """The line of torch's long messages that says what was found."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next(
+        (line for line in lines if "WeightsUnpickler error" in line),
+        lines[0] if lines else type(error).__name__,
+    )
+    return told.replace("WeightsUnpickler error: ", "")[:300]
+
+
+def sampled_sha256(path: Path) -> str:
+    """Fingerprint of a large file: its size, first and last MiB, and evenly spaced blocks between them.
+
+    The first MiB of a safetensors file holds its names and shapes, the last one of a torch file the CRC of
+    each tensor.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(MIB))
+        for block in range(SAMPLE_BLOCKS):
+            file.seek(size * block // SAMPLE_BLOCKS)
+            digest.update(file.read(SAMPLE_BLOCK_BYTES))
+        file.seek(-min(size, MIB), os.SEEK_END)
+        digest.update(file.read(MIB))
+    return digest.hexdigest()
