@@ -1,4 +1,6 @@
-"""Degrees of parallelism and the device mesh: which ranks hold which part of the model, and which score which windows."""
+"""Degrees of parallelism and the device mesh: which ranks hold which part of the model, and which score which
+windows.
+"""
 
 import dataclasses
 import math
@@ -8,7 +10,8 @@ from typing import Any
 import torchtune.training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Outermost first: neighbouring ranks, which share a host, are tensor-parallel peers. The names are torchtune's.
+# Outermost first: neighbouring ranks, which share a host, are tensor-parallel peers. The names are
+# torchtune's.
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 CONFIG_KEYS = {
     "dp_replicate": "data_parallel_replicate_dim",
@@ -22,7 +25,8 @@ _SUGGESTIONS = 3
 
 @dataclass
 class ParallelDims:
-    """Degrees whose product is the number of processes; the fields and their meaning are those of torchtune's main branch.
+    """Degrees whose product is the number of processes; the fields and their meaning are those of torchtune's
+    main branch.
 
     Attributes:
         dp_replicate: copies of the model that share nothing; -1 infers it.
@@ -52,7 +56,9 @@ class ParallelDims:
                 raise ValueError(f"{CONFIG_KEYS[axis]} is {degree!r}; it must be {allowed}")
         if len(inferred) > 1:
             keys = " and ".join(CONFIG_KEYS[axis] for axis in inferred)
-            raise ValueError(f"{keys} are both -1; only one of them can be inferred from the number of processes")
+            raise ValueError(
+                f"{keys} are both -1; only one of them can be inferred from the number of processes"
+            )
         if inferred:
             others = math.prod(getattr(self, axis) for axis in AXES if axis != inferred[0])
             # A remainder shows in the product below; at least 1 keeps that message about whole degrees.
@@ -72,8 +78,8 @@ class ParallelDims:
             for degrees in _nearest(self.degrees, self.world_size)
         )
         return (
-            f"{shown} = {product}, but there are {self.world_size} processes. Start {product} processes, or use the nearest "
-            f"degrees that fit {self.world_size}: {choices}"
+            f"{shown} = {product}, but there are {self.world_size} processes. Start {product} "
+            f"processes, or use the nearest degrees that fit {self.world_size}: {choices}"
         )
 
     @property
@@ -128,8 +134,8 @@ class ParallelDims:
         for axis in ("tp", "dp_shard"):
             if getattr(self, axis) > 1:
                 raise ValueError(
-                    f"quantised weights cannot be split, and {CONFIG_KEYS[axis]} is {getattr(self, axis)}; give every process a copy: "
-                    f"{CONFIG_KEYS['dp_replicate']}: -1, {CONFIG_KEYS['dp_shard']}: 1, {CONFIG_KEYS['tp']}: 1"
+                    f"quantised weights cannot be split, and {CONFIG_KEYS[axis]} is {getattr(self, axis)}; give "
+                    f"every process a copy: {CONFIG_KEYS['dp_replicate']}: -1, {CONFIG_KEYS['dp_shard']}: 1, {CONFIG_KEYS['tp']}: 1"
                 )
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -150,7 +156,8 @@ class ParallelDims:
 def fsdp_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     """Mesh for ``fully_shard``: (replicate, shard) for hybrid sharding, else (shard,).
 
-    Context-parallel ranks hold the same weights, so they share them out too: the shard axis is ``dp_shard`` x ``cp``.
+    Context-parallel ranks hold the same weights, so they share them out too: the shard axis is ``dp_shard`` x
+    ``cp``.
 
     Args:
         mesh: what ``build_mesh`` returned for ``dims``.
@@ -173,7 +180,7 @@ def _torchtune_class() -> Any | None:
 
 
 def _nearest(degrees: tuple[int, ...], world_size: int) -> list[tuple[int, ...]]:
-    """Degrees with the right product: those that change the fewest degrees, by the smallest factors, first."""
+    """Degrees with the right product; those that change the fewest, by the smallest factors, come first."""
 
     def distance(candidate: tuple[int, ...]) -> tuple[int, float]:
         changed = sum(a != b for a, b in zip(candidate, degrees, strict=True))
