@@ -1,27 +1,63 @@
-"""Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax in float32."""
+"""Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
+in float32.
+"""
+
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
+from ppl_eval import context_parallel, sharding, tensor_parallel
 from ppl_eval.tokens import IGNORE_INDEX
 from ppl_eval.totals import WindowScores
 
+RowScorer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def token_nll(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """NLL of each target (nats, float32) and whether it is the most likely token, from float32 logits."""
+    return F.cross_entropy(logits_NV, targets_N, reduction="none"), logits_NV.argmax(dim=-1) == targets_N
+
 
 class ScoringModel(nn.Module):
-    """A decoder and its head, scored in one forward, so that sharding, compilation and gradients-off wrap one call.
+    """A decoder and its head, scored in one forward, so that sharding, compilation and gradients-off wrap one
+    call.
 
     Args:
-        decoder: a torchtune decoder. Its ``unembed`` is replaced by the final norm alone: the logits of a whole batch never exist.
-        max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them included.
+        decoder: a torchtune decoder. Its ``unembed`` is replaced by the final norm alone: the logits of a
+            whole batch never exist.
+        max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them
+            included.
+        vocab_group: the ranks over which the head's rows are split (``tensor_parallel.split_model``); None if
+            each rank has them all.
+        sequence_group: the ranks over which sequences are split (``context_parallel.split_attention``); None
+            if they are not.
     """
 
-    def __init__(self, decoder: TransformerDecoder, max_logits_bytes: int) -> None:
+    def __init__(  # noqa: D107
+        self,
+        decoder: TransformerDecoder,
+        max_logits_bytes: int,
+        *,
+        vocab_group: dist.ProcessGroup | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
+    ) -> None:
         super().__init__()
         self.decoder = decoder
         self.max_logits_bytes = max_logits_bytes
+        self.sequence_group = sequence_group
+        self.vocab_columns = vocab_size = decoder.tok_embeddings.num_embeddings
+        self.score_rows: RowScorer = token_nll
+        if vocab_group is not None:
+            # The same on all ranks, though parts differ by one: they must cut the rows into the same chunks.
+            self.vocab_columns = -(-vocab_size // vocab_group.size())
+            start, _ = tensor_parallel.bounds(vocab_size, vocab_group.size(), vocab_group.rank())
+            self.score_rows = partial(tensor_parallel.token_nll, vocab_start=start, group=vocab_group)
         decoder.unembed = lambda hidden_BTD: decoder.norm(hidden_BTD)
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,33 +68,45 @@ class ScoringModel(nn.Module):
             labels_BT: targets aligned with the inputs, -100 where nothing is scored; int64.
 
         Returns:
-            ``nll_N`` (nats, float32) and ``correct_N`` (whether the target was the most likely token) of the scored targets, in
-            row-major order.
+            ``nll_N`` (nats, float32) and ``correct_N`` (whether the target was the most likely token) of the
+            scored targets, in row-major order; the same on all ranks that score the batch together.
         """
-        hidden_BTD = self.decoder(tokens_BT)
         scored_BT = labels_BT != IGNORE_INDEX
-        return self._score_rows(hidden_BTD[scored_BT], labels_BT[scored_BT])
+        if self.sequence_group is None:
+            return self._score_hidden(self.decoder(tokens_BT)[scored_BT], labels_BT[scored_BT])
+        part = context_parallel.Part(tokens_BT.shape[1], self.sequence_group, tokens_BT.device)
+        part_tokens_BT, part_labels_BT, input_pos = part.take(tokens_BT, labels_BT)
+        part_scored_BT = part_labels_BT != IGNORE_INDEX
+        context_parallel.announce_length(self.decoder, part.num_positions)
+        hidden_BTD = self.decoder(part_tokens_BT, input_pos=input_pos)
+        nll_N, correct_N = self._score_hidden(hidden_BTD[part_scored_BT], part_labels_BT[part_scored_BT])
+        values_2BT = nll_N.new_zeros(2, *part_labels_BT.shape)
+        values_2BT[:, part_scored_BT] = torch.stack([nll_N, correct_N.float()])
+        nll_BT, correct_BT = part.join(values_2BT)
+        return nll_BT[scored_BT], correct_BT[scored_BT] > 0
 
-    def _score_rows(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        vocab_size = self.decoder.tok_embeddings.num_embeddings
-        rows = rows_per_chunk(vocab_size, hidden_ND.dtype, self.max_logits_bytes)
+    def _score_hidden(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = rows_per_chunk(self.vocab_columns, hidden_ND.dtype, self.max_logits_bytes)
         softcap = getattr(self.decoder, "final_logit_softcap", None)
         nll_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
         correct_N = torch.empty(len(targets_N), dtype=torch.bool, device=hidden_ND.device)
-        for first in range(0, len(targets_N), rows):
-            chunk = slice(first, first + rows)
-            logits_NV = self.decoder.output(hidden_ND[chunk]).float()
-            if softcap is not None:
-                logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
-            correct_N[chunk] = logits_NV.argmax(dim=-1) == targets_N[chunk]
-            nll_N[chunk] = F.cross_entropy(logits_NV, targets_N[chunk], reduction="none")
+        with sharding.whole_head(self.decoder):
+            for first in range(0, len(targets_N), rows):
+                chunk = slice(first, first + rows)
+                logits_NV = self.decoder.output(hidden_ND[chunk]).float()
+                if softcap is not None:
+                    logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
+                nll_N[chunk], correct_N[chunk] = self.score_rows(logits_NV, targets_N[chunk])
         return nll_N, correct_N
 
 
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -> int:
     """Scored rows that go through the head at once.
 
-    A row's logits exist in the model's dtype, in float32 and as the float32 log-softmax, all at the same moment.
+    A row's logits exist in the model's dtype, in float32 and as the float32 log-softmax, all at the same
+    moment.
 
     Raises:
         ValueError: if not even one row fits.
@@ -66,16 +114,19 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -
     bytes_per_row = vocab_size * (dtype.itemsize * (dtype != torch.float32) + 4 + 4)
     if bytes_per_row > max_logits_bytes:
         raise ValueError(
-            f"max_logits_mib allows {max_logits_bytes / 2**20:g} MiB, but the logits of one token of this vocabulary ({vocab_size}) take "
-            f"{bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
+            f"max_logits_mib allows {max_logits_bytes / 2**20:g} MiB, but the logits of one token of this "
+            f"vocabulary ({vocab_size}) take {bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
         )
     return max_logits_bytes // bytes_per_row
 
 
-def window_scores(nll_N: torch.Tensor, correct_N: torch.Tensor, labels_BT: torch.Tensor, num_windows: int) -> WindowScores:
+def window_scores(
+    nll_N: torch.Tensor, correct_N: torch.Tensor, labels_BT: torch.Tensor, num_windows: int
+) -> WindowScores:
     """Sum per-token results to windows, in float64.
 
-    The sums are made by numpy on the host: torch may split a sum over threads, and then its bits depend on how many there are.
+    The sums are made by numpy on the host: torch may split a sum over threads, and then its bits depend on
+    how many there are.
 
     Args:
         nll_N: NLL of the scored targets in row-major order; float32.
