@@ -37,8 +37,8 @@ def split_attention(decoder: TransformerDecoder, group: dist.ProcessGroup) -> No
         attn = layer.attn
         if type(attn) is not MultiHeadAttention or not attn.is_causal:
             raise ValueError(
-                f"layers.{index}.attn is a {type(attn).__name__}; context_parallel_dim above 1 needs torchtune's "
-                "causal MultiHeadAttention, set context_parallel_dim: 1"
+                f"layers.{index}.attn is a {type(attn).__name__}; context_parallel_dim above 1 needs "
+                "torchtune's causal MultiHeadAttention, set context_parallel_dim: 1"
             )
         attn._attention_call = partial(
             attend_part,

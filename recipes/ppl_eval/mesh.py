@@ -135,7 +135,8 @@ class ParallelDims:
             if getattr(self, axis) > 1:
                 raise ValueError(
                     f"quantised weights cannot be split, and {CONFIG_KEYS[axis]} is {getattr(self, axis)}; give "
-                    f"every process a copy: {CONFIG_KEYS['dp_replicate']}: -1, {CONFIG_KEYS['dp_shard']}: 1, {CONFIG_KEYS['tp']}: 1"
+                    f"every process a copy: {CONFIG_KEYS['dp_replicate']}: -1, {CONFIG_KEYS['dp_shard']}: 1, "
+                    f"{CONFIG_KEYS['tp']}: 1"
                 )
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
