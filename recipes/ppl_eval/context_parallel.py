@@ -72,9 +72,7 @@ class Part:
         device: of the batch.
     """
 
-    def __init__(  # noqa: D107
-        self, num_positions: int, group: dist.ProcessGroup, device: torch.device
-    ) -> None:
+    def __init__(self, num_positions: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.num_positions, self.group = num_positions, group
         position_T = positions(num_positions, group.size(), group.rank()).to(device)
         self.real_T = position_T < num_positions

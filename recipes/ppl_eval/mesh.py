@@ -134,8 +134,8 @@ class ParallelDims:
         for axis in ("tp", "dp_shard"):
             if getattr(self, axis) > 1:
                 raise ValueError(
-                    f"quantised weights cannot be split, and {CONFIG_KEYS[axis]} is {getattr(self, axis)}; give "
-                    f"every process a copy: {CONFIG_KEYS['dp_replicate']}: -1, {CONFIG_KEYS['dp_shard']}: 1, "
+                    f"quantised weights cannot be split, and {CONFIG_KEYS[axis]} is {getattr(self, axis)}; "
+                    f"give every process a copy: {CONFIG_KEYS['dp_replicate']}: -1, {CONFIG_KEYS['dp_shard']}: 1, "
                     f"{CONFIG_KEYS['tp']}: 1"
                 )
 

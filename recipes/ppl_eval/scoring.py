@@ -1,6 +1,5 @@
 """Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
-in float32.
-"""
+in float32."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from torch import nn
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval import context_parallel, sharding, tensor_parallel
+from ppl_eval.batches import Batch
 from ppl_eval.tokens import IGNORE_INDEX
 from ppl_eval.totals import WindowScores
 
@@ -39,7 +39,7 @@ class ScoringModel(nn.Module):
             if they are not.
     """
 
-    def __init__(  # noqa: D107
+    def __init__(
         self,
         decoder: TransformerDecoder,
         max_logits_bytes: int,
@@ -114,10 +114,17 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -
     bytes_per_row = vocab_size * (dtype.itemsize * (dtype != torch.float32) + 4 + 4)
     if bytes_per_row > max_logits_bytes:
         raise ValueError(
-            f"max_logits_mib allows {max_logits_bytes / 2**20:g} MiB, but the logits of one token of this "
-            f"vocabulary ({vocab_size}) take {bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
+            f"max_logits_mib allows {max_logits_bytes / 2**20:g} MiB, but the logits of one token of this"
+            f" vocabulary ({vocab_size}) take {bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
         )
     return max_logits_bytes // bytes_per_row
+
+
+def score_batch(scorer: ScoringModel, batch: Batch, device: torch.device) -> WindowScores:
+    """Score a batch on a device; one forward, whatever is in it."""
+    labels_BT = batch.labels_BT.to(device)
+    nll_N, correct_N = scorer(batch.tokens_BT.to(device), labels_BT)
+    return window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
 
 
 def window_scores(
@@ -131,10 +138,10 @@ def window_scores(
     Args:
         nll_N: NLL of the scored targets in row-major order; float32.
         correct_N: whether each was the most likely token; bool.
-        labels_BT: the batch's labels.
+        labels_BT: the batch's labels, on the host.
         num_windows: windows in the batch (0 for a dummy).
     """
-    scored_BT = (labels_BT != IGNORE_INDEX).cpu().numpy()
+    scored_BT = (labels_BT != IGNORE_INDEX).numpy()
     nll_BT = np.zeros(scored_BT.shape, dtype=np.float64)
     nll_BT[scored_BT] = nll_N.cpu().numpy()
     correct_BT = np.zeros(scored_BT.shape, dtype=np.int64)

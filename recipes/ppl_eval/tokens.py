@@ -30,13 +30,15 @@ class TokenData:
 
     Attributes:
         tokens: token ids of all documents; a memory map of uint16 or uint32.
-        offsets_D1: document d is ``tokens[offsets_D1[d]:offsets_D1[d + 1]]``; int64 [D + 1]. After a join there is one document.
+        offsets_D1: document d is ``tokens[offsets_D1[d]:offsets_D1[d + 1]]``; int64 [D + 1]. After a join
+            there is one document.
         num_bytes_D: UTF-8 bytes of the text of each document; int64 [D].
         num_words_D: words of each document, as lm-eval counts them; int64 [D].
         num_documents: documents of the source that hold text, before any join.
         fingerprint: what identifies the data: hashes of text and tokenizer, and how it was encoded.
         notes: what a reader of the result must know (empty documents, adjusted values).
-        labels: ``tokens`` with -100 where a token is never a scored target (not shifted); None where every token may be scored.
+        labels: ``tokens`` with -100 where a token is never a scored target (not shifted); None where every
+            token may be scored.
     """
 
     tokens: npt.NDArray[Any]
@@ -55,7 +57,8 @@ class TokenData:
 
 
 def count_words(text: str) -> int:
-    """Words of a text, as lm-eval counts them for word perplexity: pieces between white space, empty ones at the ends included."""
+    """Words of a text, as lm-eval counts them for word perplexity: pieces between white space, empty ones at
+    the ends included."""
     return len(_WHITE_SPACE.split(text))
 
 
@@ -88,7 +91,8 @@ def prepare_tokens(source: TextSource, encoder: TextEncoder, join: str | None, b
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    # Two jobs may start together; the second one waits, then finds the folder. The lock dies with its process.
+    # Two jobs may start together; the second one waits, then finds the folder. The lock dies with its
+    # process.
     with FileLock(cache / f"{key}.lock"):
         if not folder.is_dir():
             half = cache / f"{key}.half"
@@ -116,8 +120,15 @@ def _write(
     texts = list(source.read())
     full = [text for text in texts if text]
     if not full:
-        raise ValueError(f"the dataset {source.name} ({source.parameters}) has no text: {len(texts)} documents, all of them empty")
-    notes = [f"{len(texts) - len(full)} of {len(texts)} documents are empty; they score nothing"] if len(full) < len(texts) else []
+        raise ValueError(
+            f"the dataset {source.name} ({source.parameters}) has no text: {len(texts)} documents, all of"
+            " them empty"
+        )
+    notes = (
+        [f"{len(texts) - len(full)} of {len(texts)} documents are empty; they score nothing"]
+        if len(full) < len(texts)
+        else []
+    )
     documents = full if join is None else [join.join(full)]
     dtype = np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32
     offsets = [0]
@@ -131,7 +142,12 @@ def _write(
     np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
     np.save(folder / "num_bytes.npy", np.array([len(text.encode()) for text in documents], dtype=np.int64))
     np.save(folder / "num_words.npy", np.array([count_words(text) for text in documents], dtype=np.int64))
-    about = {"fingerprint": fingerprint, "num_documents": len(full), "dtype": np.dtype(dtype).name, "notes": notes}
+    about = {
+        "fingerprint": fingerprint,
+        "num_documents": len(full),
+        "dtype": np.dtype(dtype).name,
+        "notes": notes,
+    }
     (folder / "about.json").write_text(json.dumps(about))
 
 
