@@ -45,6 +45,18 @@ class ParallelDims:
     tp: int
     world_size: int
 
+    @classmethod
+    def from_settings(cls, settings: Any, world_size: int) -> "ParallelDims":
+        """Degrees from the config's keys; without ``data_parallel_replicate_dim`` what the others leave.
+
+        Raises:
+            ValueError: if they do not fit the number of processes.
+        """
+        degrees = {axis: getattr(settings, key) for axis, key in CONFIG_KEYS.items()}
+        if degrees["dp_replicate"] is None:
+            degrees["dp_replicate"] = 1 if degrees["dp_shard"] == _INFER else _INFER
+        return cls(**degrees, world_size=world_size)
+
     def __post_init__(self) -> None:
         """Infer the degree that is -1 and check the product."""
         inferred = [axis for axis in AXES if getattr(self, axis) == _INFER]
@@ -135,8 +147,8 @@ class ParallelDims:
             if getattr(self, axis) > 1:
                 raise ValueError(
                     f"quantised weights cannot be split, and {CONFIG_KEYS[axis]} is {getattr(self, axis)}; "
-                    f"give every process a copy: {CONFIG_KEYS['dp_replicate']}: -1, {CONFIG_KEYS['dp_shard']}: 1, "
-                    f"{CONFIG_KEYS['tp']}: 1"
+                    f"give every process a copy: {CONFIG_KEYS['dp_replicate']}: -1, "
+                    f"{CONFIG_KEYS['dp_shard']}: 1, {CONFIG_KEYS['tp']}: 1"
                 )
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:

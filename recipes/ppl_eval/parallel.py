@@ -48,6 +48,7 @@ def split_model(
     device: torch.device,
     *,
     max_logits_bytes: int,
+    shard: bool = True,
     plan: Mapping[str, ParallelStyle] | None = None,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
@@ -61,6 +62,7 @@ def split_model(
         mesh: what ``dims.build_mesh`` returned.
         device: where this rank computes.
         max_logits_bytes: see ``ScoringModel``.
+        shard: False leaves parameters whole on every rank, loaded or not: weights that cannot be split.
         plan: a user's ``tensor_parallel_plan``, which takes the place of the built-in one.
         reshard_after_forward: see ``sharding.shard_model``.
         cpu_offload: see ``sharding.shard_model``.
@@ -68,6 +70,7 @@ def split_model(
     Raises:
         ValueError: if the model cannot be split so.
     """
+    assert shard or not dims.tp_enabled
     slices: dict[str, sharding.Slice] = {}
     notes: list[str] = []
     tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None
@@ -83,7 +86,7 @@ def split_model(
         context_parallel.split_attention(decoder, cp_group)
     vocab_group = tp_mesh.get_group() if tp_mesh is not None and plan is None else None
     scorer = ScoringModel(decoder, max_logits_bytes, vocab_group=vocab_group, sequence_group=cp_group)
-    if mesh is not None and dims.fsdp_enabled:
+    if mesh is not None and shard and dims.fsdp_enabled:
         options = {"reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
         notes += sharding.shard_model(scorer, decoder, fsdp_mesh(mesh, dims), **options)
     elif cpu_offload:

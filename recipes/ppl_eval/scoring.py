@@ -1,13 +1,9 @@
 """Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
 in float32."""
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
@@ -16,12 +12,47 @@ from ppl_eval.batches import Batch
 from ppl_eval.tokens import IGNORE_INDEX
 from ppl_eval.totals import WindowScores
 
-RowScorer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
+def token_nll(
+    logits_NV: torch.Tensor,
+    targets_N: torch.Tensor,
+    vocab_start: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NLL from logits: nll = ln(sum over v of e^(x_v - m)) + m - x_target, with m the largest logit.
 
-def token_nll(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """NLL of each target (nats, float32) and whether it is the most likely token, from float32 logits."""
-    return F.cross_entropy(logits_NV, targets_N, reduction="none"), logits_NV.argmax(dim=-1) == targets_N
+    Not ``F.cross_entropy``: its float32 sum over the vocabulary adds one term after the other on CPU, and
+    small ones vanish beside the sum so far. For 49,152 tokens that lowers perplexity by some 4e-6 of its
+    logarithm; ``Tensor.sum`` adds in a tree.
+
+    Args:
+        logits_NV: logits; float32. With a group this rank's columns of the vocabulary.
+        targets_N: targets in the whole vocabulary; int64.
+        vocab_start: first token of these columns.
+        group: the ranks over which the vocabulary is split. They talk twice: the largest logit of each row,
+            then three sums in one. A NaN in any part makes the row's NLL NaN.
+
+    Returns:
+        ``nll_N`` (nats, float32) and ``correct_N`` (whether the target is the most likely token; of equals,
+        as in argmax, the first); the same on every rank of the group.
+    """
+    column_N1 = (targets_N - vocab_start)[:, None]
+    num_columns = logits_NV.shape[1]
+    elsewhere_N1 = (column_N1 < 0) | (column_N1 >= num_columns)
+    max_N1 = logits_NV.amax(dim=1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(max_N1, dist.ReduceOp.MAX, group=group)
+
+    target_N1 = logits_NV.gather(1, column_N1.clamp(0, num_columns - 1)).masked_fill(elsewhere_N1, 0.0)
+    column_V = torch.arange(num_columns, device=logits_NV.device)
+    earlier_N1 = ((logits_NV == max_N1) & (column_V < column_N1)).any(dim=1, keepdim=True)
+    exp_sum_N1 = (logits_NV - max_N1).exp_().sum(dim=1, keepdim=True)
+    sums_N3 = torch.cat([exp_sum_N1, target_N1, earlier_N1.to(logits_NV.dtype)], dim=1)
+    if group is not None:
+        dist.all_reduce(sums_N3, group=group)
+    exp_sum_N, target_N, earlier_N = sums_N3.unbind(dim=1)
+    max_N = max_N1.squeeze(1)
+    return exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
 
 
 class ScoringModel(nn.Module):
@@ -52,12 +83,11 @@ class ScoringModel(nn.Module):
         self.max_logits_bytes = max_logits_bytes
         self.sequence_group = sequence_group
         self.vocab_columns = vocab_size = decoder.tok_embeddings.num_embeddings
-        self.score_rows: RowScorer = token_nll
+        self.vocab_start, self.vocab_group = 0, vocab_group
         if vocab_group is not None:
             # The same on all ranks, though parts differ by one: they must cut the rows into the same chunks.
             self.vocab_columns = -(-vocab_size // vocab_group.size())
-            start, _ = tensor_parallel.bounds(vocab_size, vocab_group.size(), vocab_group.rank())
-            self.score_rows = partial(tensor_parallel.token_nll, vocab_start=start, group=vocab_group)
+            self.vocab_start, _ = tensor_parallel.bounds(vocab_size, vocab_group.size(), vocab_group.rank())
         decoder.unembed = lambda hidden_BTD: decoder.norm(hidden_BTD)
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +128,9 @@ class ScoringModel(nn.Module):
                 logits_NV = self.decoder.output(hidden_ND[chunk]).float()
                 if softcap is not None:
                     logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
-                nll_N[chunk], correct_N[chunk] = self.score_rows(logits_NV, targets_N[chunk])
+                nll_N[chunk], correct_N[chunk] = token_nll(
+                    logits_NV, targets_N[chunk], self.vocab_start, self.vocab_group
+                )
         return nll_N, correct_N
 
 

@@ -113,46 +113,6 @@ def check_divides(decoder: TransformerDecoder, tp: int) -> None:
         )
 
 
-def token_nll(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, vocab_start: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """NLL from logits that are split over the vocabulary: nll = ln(sum over v of e^(x_v - m)) + m - x_target,
-    with m the largest logit.
-
-    Two small collectives: the largest logit of each row, then three sums in one. A NaN in any part makes the
-    row's NLL NaN.
-
-    Args:
-        logits_NV: this rank's columns; float32.
-        targets_N: targets in the whole vocabulary; int64.
-        vocab_start: first token of this rank's columns.
-        group: the ``tp`` ranks.
-
-    Returns:
-        ``nll_N`` (nats, float32) and ``correct_N`` (whether the target is the most likely token, the first of
-        equals as in argmax); the same on every rank of the group.
-    """
-    column_N1 = (targets_N - vocab_start)[:, None]
-    num_columns = logits_NV.shape[1]
-    mine_N1 = (column_N1 >= 0) & (column_N1 < num_columns)
-    max_N1 = logits_NV.amax(dim=1, keepdim=True)
-    dist.all_reduce(max_N1, dist.ReduceOp.MAX, group=group)
-
-    target_N1 = logits_NV.gather(1, column_N1.clamp(0, num_columns - 1)).masked_fill(~mine_N1, 0.0)
-    # argmax names the first of equal logits, so a target with an equal before it is not the most likely
-    # token.
-    column_V = torch.arange(num_columns, device=logits_NV.device)
-    earlier_N1 = ((logits_NV == max_N1) & (column_V < column_N1)).any(dim=1, keepdim=True)
-    sums_N3 = torch.cat(
-        [(logits_NV - max_N1).exp_().sum(dim=1, keepdim=True), target_N1, earlier_N1.to(logits_NV.dtype)],
-        dim=1,
-    )
-    dist.all_reduce(sums_N3, group=group)
-    exp_sum_N, target_N, earlier_N = sums_N3.unbind(dim=1)
-    max_N = max_N1.squeeze(1)
-    return exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
-
-
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
     """Start and stop of one of ``parts`` runs of ``size`` entries whose lengths differ by one at most."""
     return size * part // parts, size * (part + 1) // parts
