@@ -94,19 +94,8 @@ def together(per_rank):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Ranks run one thread each, and a matrix product of few rows depends on how many share it, in its last
-    bit.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
-def alone(one_thread):
+def alone():
     found = {name: together([score(name, SINGLE)]) for name in FAMILIES}
     for name, scores in found.items():
         assert 2.0 < scores[0].sum() / scores[2].sum() < 20.0, name
