@@ -21,19 +21,20 @@ VOCAB_SIZE = 101
 _BODY = {"num_layers": 2, "num_heads": 12, "num_kv_heads": 12, "embed_dim": 48, "max_seq_len": 64}
 _SIZES = {"vocab_size": VOCAB_SIZE, **_BODY}
 _GROUPED = {**_SIZES, "num_kv_heads": 6}
+_LONG = {"max_seq_len": 2048}
 _GEMMA = {**_GROUPED, "head_dim": 8, "intermediate_dim": 36}
 _GEMMA2 = {**_GEMMA, "hidden_capping_value": 5.0, "final_capping_value": 3.0, "sliding_window_size": 7}
 
 
-def _mistral_with_window() -> TransformerDecoder:
-    model = mistral(**_GROUPED, intermediate_dim=36)
+def _mistral_with_window(window: int, **sizes: int) -> TransformerDecoder:
+    model = mistral(**{**_GROUPED, **sizes}, intermediate_dim=36)
     for layer in model.layers:
-        attention.install(layer.attn, window=5)
+        attention.install(layer.attn, window=window)
     return model
 
 
-def _corrected_gemma2() -> TransformerDecoder:
-    model = gemma2(**_GEMMA2)
+def _corrected_gemma2(**sizes: int) -> TransformerDecoder:
+    model = gemma2(**{**_GEMMA2, **sizes})
     families.correct(model, "torchtune.models.gemma2.gemma2", None)
     return model
 
@@ -50,15 +51,15 @@ def _phi3_with_longrope() -> TransformerDecoder:
 _GEMMA2 = {**_GEMMA, "hidden_capping_value": 5.0, "final_capping_value": 3.0, "sliding_window_size": 7}
 
 
-def _mistral_with_window() -> TransformerDecoder:
-    model = mistral(**_GROUPED, intermediate_dim=36)
+def _mistral_with_window(window: int, **sizes: int) -> TransformerDecoder:
+    model = mistral(**{**_GROUPED, **sizes}, intermediate_dim=36)
     for layer in model.layers:
-        attention.install(layer.attn, window=5)
+        attention.install(layer.attn, window=window)
     return model
 
 
-def _corrected_gemma2() -> TransformerDecoder:
-    model = gemma2(**_GEMMA2)
+def _corrected_gemma2(**sizes: int) -> TransformerDecoder:
+    model = gemma2(**{**_GEMMA2, **sizes})
     families.correct(model, "torchtune.models.gemma2.gemma2", None)
     return model
 
@@ -76,8 +77,12 @@ BUILDERS: dict[str, Callable[[], TransformerDecoder]] = {
     "llama2": lambda: llama2(**_SIZES, intermediate_dim=36),
     "llama3": lambda: llama3_1(**_GROUPED, intermediate_dim=36),
     "llama3_tied": lambda: llama3_2(**_GROUPED, intermediate_dim=36),
-    "mistral": _mistral_with_window,
+    "mistral": lambda: _mistral_with_window(5),
     "gemma": lambda: gemma(**_GEMMA),
+    "gemma2_as_torchtune_has_it": lambda: gemma2(**_GEMMA2),
+    "llama3_long": lambda: llama3_1(**{**_GROUPED, **_LONG}, intermediate_dim=36),
+    "mistral_long": lambda: _mistral_with_window(300, **_LONG),
+    "gemma2_long": lambda: _corrected_gemma2(sliding_window_size=300, **_LONG),
     "gemma2": _corrected_gemma2,
     "phi3_longrope": _phi3_with_longrope,
     "phi3": lambda: phi3(**_GROUPED, intermediate_dim=36),

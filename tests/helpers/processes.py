@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
 
 def _receive(pipe: Connection, rank: int) -> Any:
     try:
-        returned, value = pipe.recv()
+        returned, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         raise AssertionError(f"rank {rank} died without a word") from None
     assert returned, f"rank {rank} failed:\n{value}"
@@ -103,9 +104,10 @@ def _entry(
         value = function(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()
-        sender.send((True, value))
+        # Plain pickle: a connection's own would hand tensors over in memory that ends with this process.
+        sender.send_bytes(pickle.dumps((True, value)))
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
         # Without this the group's destructor would wait for peers that wait for this rank.
         sender.close()
         os._exit(1)
