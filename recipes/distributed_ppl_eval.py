@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class DistributedPPLEvalRecipe:
         from torchtune import training, utils
 
         from ppl_eval import environment
+        from ppl_eval.mesh import ParallelDims
 
         settings, world = self.settings, self.world
         self._log = utils.get_logger(settings.log_level)
@@ -61,7 +63,9 @@ class DistributedPPLEvalRecipe:
         self.dtype: torch.dtype = world.agree(
             "dtype", lambda: environment.choose_dtype(settings.dtype, self.device)
         )
+        self.dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
         self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
+        self.mesh = self.dims.build_mesh(self.device.type)
         world.agree("inputs", self._read_inputs, lambda _: self._facts())
         training.set_seed(self.seed)
 
@@ -69,7 +73,7 @@ class DistributedPPLEvalRecipe:
         self.model = world.agree("model", self._load_model)
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
-        self.parallel = {"world_size": world.world_size, "num_nodes": world.num_nodes}
+        self.parallel = {**asdict(self.dims), "num_nodes": world.num_nodes}
         self._log_rank_zero(
             f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
         )
@@ -101,19 +105,24 @@ class DistributedPPLEvalRecipe:
         totals = Totals()
         self.precision = resolve_precision(self.settings.aggregation["precision"], self.expected_tokens)
         rounded_nll = None if self.precision == "exact" else FloatSum(self.precision)
-        sampler = ExactDistributedSampler(plan.num_batches, world.world_size, world.rank)
+        dims = self.dims
+        dp_rank, counted = dims.dp_rank(world.rank), dims.is_counted(world.rank)
+        # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
+        sampler = ExactDistributedSampler(
+            plan.num_batches, dims.dp_degree, dp_rank, equal_steps=dims.dp_shard > 1
+        )
         loader = StatefulDataLoader(
             WindowBatches(plan, self.data), batch_size=None, sampler=sampler, num_workers=0
         )
-        progress = Progress(
-            self.expected_tokens // world.world_size, world.world_size, enabled=world.rank == 0
-        )
+        progress = Progress(self.expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
 
         begin = time.monotonic()
         with torch.no_grad():
             for batch in loader:
                 scores = score_batch(self.model.scorer, batch, self.device)
                 self._check_finite(batch, scores.nll_sum_B)
+                if not counted:
+                    continue  # A peer scored the same windows, and counts them.
                 totals.add(scores)
                 totals.scored_lanes += batch.scored_lanes
                 if rounded_nll is not None:
@@ -122,7 +131,8 @@ class DistributedPPLEvalRecipe:
         progress.close()
         self.timing["score_seconds"] = time.monotonic() - begin
         self.tokens_here = totals.num_tokens
-        totals.expected_lanes = expected_lanes(plan, self.data, world.rank, world.world_size)
+        if counted:
+            totals.expected_lanes = expected_lanes(plan, self.data, dp_rank, dims.dp_degree)
 
         begin = time.monotonic()
         self.totals = Totals.unpack(distributed.all_reduce_sum(totals.pack(), self.device))
@@ -208,7 +218,15 @@ class DistributedPPLEvalRecipe:
     def _load_model(self) -> Any:
         from ppl_eval import models
 
-        return models.load_model(self.decoder, self.checkpoint, self.settings, self.device, self.dtype)
+        return models.load_model(
+            self.decoder,
+            self.checkpoint,
+            self.settings,
+            self.device,
+            self.dtype,
+            self.dims,
+            self.mesh,
+        )
 
     def _facts(self) -> dict[str, Any]:
         return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": self.data.fingerprint}

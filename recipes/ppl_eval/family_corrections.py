@@ -156,10 +156,15 @@ class Phi3RoPE(nn.Module):
         long_factor: The same for sequences longer than `original_max_seq_len`.
         original_max_seq_len: Longest sequence, in tokens, of the short factors.
         attention_factor: Factor on cosine and sine.
+
+    Attributes:
+        sequence_length: Tokens in the whole sequence where a rank has a part of it (context parallelism);
+            None where `input_pos` tells.
     """
 
     theta: Tensor
     theta_long: Tensor
+    sequence_length: int | None = None
 
     def __init__(
         self,
@@ -196,7 +201,9 @@ class Phi3RoPE(nn.Module):
         position = torch.arange(num_positions, device=x_BTHD.device)[None] if input_pos is None else input_pos
         theta = self.theta
         if self.long_factor is not None:
-            length = num_positions if input_pos is None else int(input_pos.max()) + 1
+            length = self.sequence_length
+            if length is None:
+                length = num_positions if input_pos is None else int(input_pos.max()) + 1
             theta = self.theta_long if length > self.original_max_seq_len else self.theta
         angle = position[..., None].float() * theta.to(x_BTHD.device)
         angle = torch.cat((angle, angle), dim=-1)[:, :, None, :]

@@ -60,6 +60,13 @@ KEYS: dict[str, Key] = {
     "baseline": Key((str, _NONE), None),
     "baseline_tolerance": Key((int, float), 0, at_least=0),
     "compile": Key((bool,), False),
+    "data_parallel_replicate_dim": Key((int, _NONE), None, at_least=-1),
+    "data_parallel_shard_dim": Key((int,), 1, at_least=-1),
+    "context_parallel_dim": Key((int,), 1, at_least=1),
+    "tensor_parallel_dim": Key((int,), 1, at_least=1),
+    "tensor_parallel_plan": Key((DictConfig, _NONE), None),
+    "fsdp_reshard_after_forward": Key((bool,), True),
+    "fsdp_cpu_offload": Key((bool,), False),
     "log_level": Key((str,), "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
     "log_peak_memory_stats": Key((bool,), False),
 }
