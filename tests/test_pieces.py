@@ -166,10 +166,18 @@ def test_sentencepiece(tmp_path: Path, model_type: str) -> None:
 
     (tmp_path / "corpus.txt").write_text("".join(corpus()))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "corpus.txt"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=900, model_type=model_type,
-        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True,
-        allow_whitespace_only_pieces=True, hard_vocab_limit=False, minloglevel=2,
-    )  # fmt: skip
+        input=str(tmp_path / "corpus.txt"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=900,
+        model_type=model_type,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     tokenizer = Llama2Tokenizer(str(tmp_path / "tokenizer.model"))
     encoding = encoding_of(tokenizer, {})
     assert (encoding.one_call is None) == (model_type == "bpe")

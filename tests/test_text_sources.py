@@ -251,7 +251,7 @@ def test_a_wrong_column_lists_the_right_ones(tmp_path: Path, write: Callable[[Pa
 
 def test_columns_of_other_types_are_refused(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": [1, 2], "b": ["x", None]}).to_parquet(str(tmp_path / "a.parquet"))
-    with pytest.raises(ValueError, match="row 1.*type int"):
+    with pytest.raises(ValueError, match=r"row 1.*type int"):
         list(text_files(str(tmp_path / "a.parquet")).read())
     notes: list[str] = []
     source = text_files(str(tmp_path / "a.parquet"), column="b", bad_lines="skip")

@@ -224,7 +224,7 @@ JOB = """
 
     folder, role = Path(sys.argv[1]), sys.argv[2]
     encoding = Encoding(partial(encode_hf, Tokenizer.from_file(str(folder / "tokenizer.json"))))
-    encoder = TextEncoder(encoding, decode=str, bos_id=0, eos_id=1, adds_bos=False, vocab_size=1000, sha256="")
+    encoder = TextEncoder(encoding, str, bos_id=0, eos_id=1, adds_bos=False, vocab_size=1000, sha256="")
     write = text_tokens._Writing._write_tokens
 
     def watched(self, encoding):

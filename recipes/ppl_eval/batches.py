@@ -100,9 +100,12 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
     """Set hash of the targets that windows score, label masks applied."""
     num_targets = windows.num_targets
     document_N = np.repeat(windows.document, num_targets)
-    # Positions of each window's targets, laid end to end: a running index less where its window begins, plus the window's first target.
+    # Positions of each window's targets, laid end to end: a running index less where its window begins, plus
+    # the window's first target.
     before = np.cumsum(num_targets) - num_targets
-    position_N = np.arange(len(document_N), dtype=np.int64) + np.repeat(windows.score_start - before, num_targets)
+    position_N = np.arange(len(document_N), dtype=np.int64) + np.repeat(
+        windows.score_start - before, num_targets
+    )
     if data.labels is not None:
         kept = data.labels[data.offsets_D1[document_N] + position_N] != IGNORE_INDEX
         document_N, position_N = document_N[kept], position_N[kept]
@@ -112,8 +115,8 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
 def expected_lanes(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.Lanes:
     """This rank's share of the set hash of all targets of the plan.
 
-    The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over ranks checks the sharding
-    and not only the arithmetic.
+    The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over
+    ranks checks the sharding and not only the arithmetic.
     """
     first, last = (plan.num_windows * r // num_replicas for r in (rank, rank + 1))
     lanes = np.zeros(coverage.LANES, dtype=np.uint64)

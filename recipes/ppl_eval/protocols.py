@@ -1,7 +1,8 @@
 """The protocols: documents to windows, each a small factory that states its formula.
 
-Notation: a document has tokens x0..x(n-1), L = ``max_seq_len``, and l_i = -ln p(x_i | the context inside its window).
-A new protocol is one more factory here, or anywhere importable: the config names it by its dotted path.
+Notation: a document has tokens x0..x(n-1), L = ``max_seq_len``, and l_i = -ln p(x_i | the context inside its
+window). A new protocol is one more factory here, or anywhere importable: the config names it by its dotted
+path.
 """
 
 import numpy as np
@@ -9,11 +10,13 @@ import numpy as np
 from ppl_eval.windows import BoolArray, IntArray, Protocol, check_bos, check_max_seq_len
 
 
-def disjoint(max_seq_len: int, join: str = "\n\n", keep_tail: bool = False, bos: str = "tokenizer") -> Protocol:
+def disjoint(
+    max_seq_len: int, join: str = "\n\n", keep_tail: bool = False, bos: str = "tokenizer"
+) -> Protocol:
     r"""Windows side by side, as in the tables of the GPTQ and AWQ papers.
 
-    Documents are joined by ``join`` and tokenised in one call; the stream is cut into floor(n/L) windows of L tokens and positions
-    1..L-1 of each are scored. PPL = exp(sum l / (windows * (L-1))).
+    Documents are joined by ``join`` and tokenised in one call; the stream is cut into floor(n/L) windows of L
+    tokens and positions 1..L-1 of each are scored. PPL = exp(sum l / (windows * (L-1))).
 
     BOS: the tokenizer's own, once, at the head of the stream. Denominator: scored tokens.
     Reference: the ``llama_eval`` loop of IST-DASLab/gptq, ``llama.py``.
@@ -21,7 +24,8 @@ def disjoint(max_seq_len: int, join: str = "\n\n", keep_tail: bool = False, bos:
     Args:
         max_seq_len: L, tokens of a window.
         join: text between documents.
-        keep_tail: score the n mod L tokens that are left too, in a shorter last window. The published tables drop them.
+        keep_tail: score the n mod L tokens that are left too, in a shorter last window. The published tables
+            drop them.
         bos: ``tokenizer`` (the reference), ``always`` or ``never``.
 
     Raises:

@@ -1,9 +1,10 @@
 """Exact totals: integer sums of float64 values, the same bits in any order and any grouping.
 
-A float64 is an integer times a power of two, so a sum of them is exact in integers. Values are added in fixed point with 96 fractional
-bits, which holds every float64 of 2^-43 or more without rounding (a smaller one is rounded at 2^-97), and the sum is rounded to
-float64 once, when it is read: the same number as ``math.fsum``. For ``all_reduce`` the integer travels as 32-bit limbs in int64, so
-that up to 2^31 ranks can be added without a carry being lost.
+A float64 is an integer times a power of two, so a sum of them is exact in integers. Values are added in fixed
+point with 96 fractional bits, which holds every float64 of 2^-43 or more without rounding (a smaller one is
+rounded at 2^-97), and the sum is rounded to float64 once, when it is read: the same number as ``math.fsum``.
+For ``all_reduce`` the integer travels as 32-bit limbs in int64, so that up to 2^31 ranks can be added without
+a carry being lost.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class WindowScores(NamedTuple):
 def to_fixed(values: FloatArray) -> int:
     """Exact sum of float64 values, as an integer in units of 2^-96."""
     magnitude = np.abs(values)
-    assert np.all(magnitude < _LARGEST), "a value of 2^62 or more, or one that is not finite, reached the totals"
+    assert np.all(magnitude < _LARGEST), (
+        "a value of 2^62 or more, or one that is not finite, reached the totals"
+    )
     sign = np.where(np.signbit(values), -1, 1).astype(np.int64)
     whole = np.floor(magnitude)
     rest = magnitude - whole
@@ -66,7 +69,8 @@ def to_fixed(values: FloatArray) -> int:
 
 
 def to_limbs(fixed: int) -> list[int]:
-    """Split a (signed) integer into limbs of 32 bits, least significant first; the last one carries the sign."""
+    """Split a (signed) integer into limbs of 32 bits, least significant first; the last one carries the
+    sign."""
     limbs = []
     for _ in range(_NUM_LIMBS - 1):
         limbs.append(fixed & (_LIMB - 1))
@@ -165,10 +169,12 @@ class Totals:
         return self.nll_fixed / (self.num_tokens << FRACTION_BITS)
 
     def ce_loss_stderr(self) -> float | None:
-        """Standard error of ``ce_loss``, with windows as blocks: tokens of one window are not independent of each other.
+        """Standard error of ``ce_loss``, with windows as blocks: tokens of one window are not independent of
+        each other.
 
-        The ratio estimator's delta-method variance (Cochran, "Sampling Techniques", 3rd ed., section 2.11): with W windows of n_w tokens
-        and NLL y_w, r = sum y / sum n and Var(r) = W/(W-1) * sum (y_w - r n_w)^2 / (sum n)^2.
+        The ratio estimator's delta-method variance (Cochran, "Sampling Techniques", 3rd ed., section 2.11):
+        with W windows of n_w tokens and NLL y_w, r = sum y / sum n and Var(r) = W/(W-1) * sum (y_w - r n_w)^2
+        / (sum n)^2.
 
         Returns:
             The standard error in nats per token; None with fewer than two windows.
@@ -188,7 +194,8 @@ class Totals:
 
 
 class FloatSum:
-    """The running sum that most tools keep, in float32 or float64: kept selectable so that its drift can be seen.
+    """The running sum that most tools keep, in float32 or float64: kept selectable so that its drift can be
+    seen.
 
     Args:
         dtype: ``float32`` or ``float64``.

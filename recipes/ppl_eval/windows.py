@@ -1,7 +1,7 @@
 """What a window is, and what a protocol must say so that windows can be computed on demand.
 
-A protocol is closed form: how many windows a document of n tokens has, and where window k of it lies. So a plan of any
-size is random access, and no list of windows ever exists. Pure: numpy only.
+A protocol is closed form: how many windows a document of n tokens has, and where window k of it lies. So a
+plan of any size is random access, and no list of windows ever exists. Pure: numpy only.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ BOS_POLICIES = ("tokenizer", "always", "never", "each_window")
 class Windows(NamedTuple):
     """Windows as columns, one entry each; positions count tokens inside the document.
 
-    The sequence of a window is ``s = [prefix token?] + document[start:stop]``; the model's inputs are ``s[:-1]``, its targets
-    ``s[1:]``, and targets before ``score_start`` are context only.
+    The sequence of a window is ``s = [prefix token?] + document[start:stop]``; the model's inputs are
+    ``s[:-1]``, its targets ``s[1:]``, and targets before ``score_start`` are context only.
 
     Attributes:
         document: index of the document (a run of tokens that no window crosses).
@@ -59,9 +59,10 @@ class Protocol:
         join: text put between documents before the one tokenizer call; None scores every document on its own.
         bos: one of ``BOS_POLICIES``.
         num_windows: windows of documents of the given lengths in tokens; int64 [D] to int64 [D].
-        locate: ``(length_K, index_K)`` to ``(start, score_start, stop, prefix)`` of window ``index`` of a document of that length.
-        num_targets: scored targets of documents of the given lengths, by a formula of its own: the coverage check compares it with
-            what the windows scored.
+        locate: ``(length_K, index_K)`` to ``(start, score_start, stop, prefix)`` of window ``index`` of a
+            document of that length.
+        num_targets: scored targets of documents of the given lengths, by a formula of its own: the coverage
+            check compares it with what the windows scored.
     """
 
     name: str
@@ -81,7 +82,9 @@ def check_max_seq_len(max_seq_len: int, smallest: int = 2) -> None:
         ValueError: if ``max_seq_len`` is below ``smallest``.
     """
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < smallest:
-        raise ValueError(f"protocol.max_seq_len is {max_seq_len!r}; it must be a whole number of at least {smallest}")
+        raise ValueError(
+            f"protocol.max_seq_len is {max_seq_len!r}; it must be a whole number of at least {smallest}"
+        )
 
 
 def check_bos(bos: str, allowed: tuple[str, ...] = BOS_POLICIES) -> None:

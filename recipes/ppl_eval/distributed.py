@@ -1,0 +1,61 @@
+"""The process group and the collectives of a run, all of which come at its end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from ppl_eval.world import World
+
+
+@contextmanager
+def process_group(world: World, device: torch.device, backend: str | None) -> Iterator[None]:
+    """Form the default process group and destroy it on every way out.
+
+    Args:
+        world: the processes.
+        device: this rank's device.
+        backend: as configured; None takes nccl for cuda and gloo for cpu.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend or ("nccl" if device.type == "cuda" else "gloo"),
+        store=dist.PrefixStore("process_group", world.store),
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=world.timeout,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def all_reduce_sum(
+    values: npt.NDArray[Any], device: torch.device, group: dist.ProcessGroup | None = None
+) -> npt.NDArray[Any]:
+    """Sum a vector over ranks, in its own dtype.
+
+    Args:
+        values: int64, float64 or float32 [N].
+        device: where the backend wants tensors.
+        group: None is all ranks.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+    return tensor.cpu().numpy()
+
+
+def all_gather_rows(
+    row: npt.NDArray[np.float64], world_size: int, device: torch.device
+) -> npt.NDArray[np.float64]:
+    """One row of float64 from every rank; [world_size, N]."""
+    mine = torch.from_numpy(row).to(device)
+    rows = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows).cpu().numpy()
