@@ -8,6 +8,7 @@ Each rank scores the batches that are its own, adds NLL and tokens up in integer
 end joins the sums: see ``ppl_eval``, one idea a module.
 """
 
+import os
 import sys
 import time
 import warnings
@@ -261,7 +262,7 @@ def run(argv: Sequence[str]) -> int:
             raise problem
         return settings
 
-    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.as_dict()))
+    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.written))
     recipe = DistributedPPLEvalRecipe(settings, world)
     try:
         # Cleaning up closes connections, which the others must not take for the cause: it comes after
@@ -281,6 +282,11 @@ def main() -> None:
         code = run(sys.argv[1:])
     except Stop as stop:
         code = stop.code
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            # torchrun shows what @record writes there; the interpreter would show it a second time.
+            sys.excepthook = lambda *_: None
+        raise
     sys.exit(code)
 
 

@@ -26,7 +26,10 @@ class ScoringModel(nn.Module):
     def __init__(self, decoder: TransformerDecoder, max_logits_bytes: int) -> None:
         super().__init__()
         self.decoder = decoder
-        self.max_logits_bytes = max_logits_bytes
+        embedding = decoder.tok_embeddings
+        self.rows_per_chunk = rows_per_chunk(
+            embedding.num_embeddings, embedding.weight.dtype, max_logits_bytes
+        )
         decoder.unembed = lambda hidden_BTD: decoder.norm(hidden_BTD)
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,13 +50,11 @@ class ScoringModel(nn.Module):
     def _score_rows(
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        vocab_size = self.decoder.tok_embeddings.num_embeddings
-        rows = rows_per_chunk(vocab_size, hidden_ND.dtype, self.max_logits_bytes)
         softcap = getattr(self.decoder, "final_logit_softcap", None)
         nll_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
         correct_N = torch.empty(len(targets_N), dtype=torch.bool, device=hidden_ND.device)
-        for first in range(0, len(targets_N), rows):
-            chunk = slice(first, first + rows)
+        for first in range(0, len(targets_N), self.rows_per_chunk):
+            chunk = slice(first, first + self.rows_per_chunk)
             logits_NV = self.decoder.output(hidden_ND[chunk]).float()
             if softcap is not None:
                 logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
