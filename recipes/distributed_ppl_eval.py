@@ -174,7 +174,7 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read_inputs(self) -> None:
-        from ppl_eval import baseline, denominators, models, paths, plan, report, tokenizer, tokens
+        from ppl_eval import baseline, batches, denominators, models, paths, plan, report, tokenizer, tokens
 
         settings, world = self.settings, self.world
         begin = time.monotonic()
@@ -204,7 +204,7 @@ class DistributedPPLEvalRecipe:
         self.plan = plan.make_plan(
             self.protocol, self.data.offsets_D1, settings.batch_size, settings.max_windows
         )
-        self.expected_tokens = self.plan.expected_targets()
+        self.expected_tokens = self.plan.expected_targets() - batches.masked_targets(self.plan, self.data)
         self.denominators = (
             denominators.covered_text(self.plan, self.data, self.encoder) if world.rank == 0 else (None, None)
         )

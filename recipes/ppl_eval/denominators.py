@@ -7,15 +7,17 @@ from ppl_eval.tokenizer import TextEncoder
 from ppl_eval.tokens import TokenData, count_words
 
 
-def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> tuple[int, int]:
+def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> tuple[int | None, int | None]:
     """UTF-8 bytes and words of the text from the head of the first document to the last scored token.
 
     Whole documents count as the original text was counted. Where the plan leaves the end of a document
     unscored (a dropped tail, ``max_windows``), the shorter of the two sides is decoded and measured.
 
     Returns:
-        Bytes and words.
+        Bytes and words; None where the data has no text (token files, samples).
     """
+    if data.num_bytes_D is None or data.num_words_D is None:
+        return None, None
     last = plan.windows(plan.num_windows - 1, plan.num_windows)
     document, stop = int(last.document[0]), int(last.stop[0])
     num_bytes = int(np.sum(data.num_bytes_D[:document]))
