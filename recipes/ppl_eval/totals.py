@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ppl_eval.coverage import LANES
+from ppl_eval.windows import ScoredSums
 
 FRACTION_BITS = 96
 _LIMB_BITS = 32
@@ -48,7 +49,9 @@ class WindowScores(NamedTuple):
 def to_fixed(values: FloatArray) -> int:
     """Exact sum of float64 values, as an integer in units of 2^-96."""
     magnitude = np.abs(values)
-    assert np.all(magnitude < _LARGEST), "a value of 2^62 or more, or one that is not finite, reached the totals"
+    assert np.all(magnitude < _LARGEST), (
+        "a value of 2^62 or more, or one that is not finite, reached the totals"
+    )
     sign = np.where(np.signbit(values), -1, 1).astype(np.int64)
     whole = np.floor(magnitude)
     rest = magnitude - whole
@@ -97,6 +100,9 @@ class Totals:
         window_nll_sq_fixed: sum over windows of the squared window NLL, nats^2.
         window_nll_tokens_fixed: sum over windows of window NLL times window tokens.
         window_tokens_sq: sum over windows of the squared number of tokens.
+        weighted_nll_fixed: sum over windows of the mean NLL of their tokens times the window's weight, nats; for protocols with
+            ``window_weights``.
+        window_weights: sum of these weights.
         num_tokens: scored targets.
         num_windows: windows scored.
         num_correct: scored targets that were the most likely token.
@@ -109,14 +115,16 @@ class Totals:
     window_nll_sq_fixed: int = 0
     window_nll_tokens_fixed: int = 0
     window_tokens_sq: int = 0
+    weighted_nll_fixed: int = 0
+    window_weights: int = 0
     num_tokens: int = 0
     num_windows: int = 0
     num_correct: int = 0
     scored_lanes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(LANES, dtype=np.uint64))
     expected_lanes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(LANES, dtype=np.uint64))
 
-    def add(self, scores: WindowScores) -> None:
-        """Add the windows of a batch."""
+    def add(self, scores: WindowScores, weights_B: IntArray | None = None) -> None:
+        """Add the windows of a batch, with the weights of their means where the protocol has such weights; int64."""
         tokens = scores.num_tokens_B
         self.nll_fixed += to_fixed(scores.nll_sum_B)
         self.token_nll_sq_fixed += to_fixed(scores.nll_sq_sum_B)
@@ -126,6 +134,10 @@ class Totals:
         self.num_tokens += int(tokens.sum())
         self.num_windows += len(tokens)
         self.num_correct += int(scores.num_correct_B.sum())
+        if weights_B is not None:
+            mean_B = scores.nll_sum_B / np.maximum(tokens, 1)
+            self.weighted_nll_fixed += to_fixed(mean_B * weights_B)
+            self.window_weights += int(weights_B.sum())
 
     def pack(self) -> IntArray:
         """All sums as one int64 vector, which may be added over ranks elementwise."""
@@ -159,6 +171,17 @@ class Totals:
     def nll_sum(self) -> float:
         """NLL of all scored targets in nats: the float64 nearest to the exact sum."""
         return fixed_to_float(self.nll_fixed)
+
+    def scored_sums(self, num_words: int) -> ScoredSums:
+        """What a protocol computes its own figures from."""
+        return ScoredSums(
+            nll_sum=self.nll_sum,
+            nll_sq_sum=fixed_to_float(self.token_nll_sq_fixed),
+            num_tokens=self.num_tokens,
+            weighted_nll_sum=fixed_to_float(self.weighted_nll_fixed),
+            weight_sum=self.window_weights,
+            num_words=num_words,
+        )
 
     def ce_loss(self) -> float:
         """NLL per scored token in nats, divided once."""
