@@ -1,0 +1,293 @@
+"""Perplexity of a language model, the same bits on one process and on a thousand.
+
+    tune run distributed_ppl_eval --config smollm2/135M_ppl
+    tune run --nproc_per_node 8 distributed_ppl_eval --config llama3_1/8B_ppl batch_size=4
+
+Documents become windows, windows batches, and batches a plan that does not know how many ranks there are.
+Each rank scores the batches that are its own, adds NLL and tokens up in integers, and one reduction at the
+end joins the sums: see ``ppl_eval``, one idea a module.
+"""
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ppl_eval import distributed
+from ppl_eval.settings import KEYS, Settings, instantiate, read_settings
+
+# torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config is told
+# before seconds of imports.
+
+
+class DistributedPPLEvalRecipe:
+    """Evaluates perplexity; follows torchtune's ``FTRecipeInterface`` with ``evaluate`` in the place of
+    ``train``.
+
+    Args:
+        settings: the checked config.
+        world: the processes of the run.
+    """
+
+    def __init__(self, settings: Settings, world: distributed.World) -> None:
+        self.settings = settings
+        self.world = world
+        self.notes: list[str] = []
+        self.timing: dict[str, float] = {}
+        self._resources = ExitStack()
+
+    def setup(self) -> None:
+        """Form the process group, prepare tokens and plan, and load the model; everything that can be wrong
+        is found here."""
+        import torch
+        from torchtune import training, utils
+
+        from ppl_eval import environment
+
+        settings, world = self.settings, self.world
+        self._log = utils.get_logger(settings.log_level)
+        self.device = world.agree(
+            "device", lambda: environment.choose_device(settings.device, settings.backend)
+        )
+        self.dtype: torch.dtype = world.agree(
+            "dtype", lambda: environment.choose_dtype(settings.dtype, self.device)
+        )
+        self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
+        world.agree("inputs", self._read_inputs, lambda _: self._facts())
+        training.set_seed(self.seed)
+
+        begin = time.monotonic()
+        self.model = world.agree("model", self._load_model)
+        self.notes += self.model.notes
+        self.timing["load_seconds"] = time.monotonic() - begin
+        self.parallel = {"world_size": world.world_size, "num_nodes": world.num_nodes}
+        self._log_rank_zero(
+            f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
+        )
+
+    def load_checkpoint(self) -> None:
+        """Open the checkpoint (weights are read later, one by one) and settle the seed."""
+        from ppl_eval.checkpoints import load_state_dict
+        from ppl_eval.environment import choose_seed
+
+        self.checkpoint = load_state_dict(self.settings.checkpointer)
+        self.notes += self.checkpoint.notes
+        self.seed, note = choose_seed(
+            self.settings.seed, self.checkpoint.recipe_state, self.settings.seed_check
+        )
+        self.notes += [note] if note else []
+
+    def evaluate(self) -> None:
+        """Score this rank's batches, then add up over all ranks."""
+        import torch
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        from ppl_eval.batches import WindowBatches, expected_lanes
+        from ppl_eval.progress import Progress
+        from ppl_eval.sampler import ExactDistributedSampler
+        from ppl_eval.scoring import score_batch
+        from ppl_eval.totals import FloatSum, Totals, resolve_precision
+
+        plan, world = self.plan, self.world
+        totals = Totals()
+        self.precision = resolve_precision(self.settings.aggregation["precision"], self.expected_tokens)
+        rounded_nll = None if self.precision == "exact" else FloatSum(self.precision)
+        sampler = ExactDistributedSampler(plan.num_batches, world.world_size, world.rank)
+        loader = StatefulDataLoader(
+            WindowBatches(plan, self.data, self.prefix_token), batch_size=None, sampler=sampler, num_workers=0
+        )
+        progress = Progress(
+            self.expected_tokens // world.world_size, world.world_size, enabled=world.rank == 0
+        )
+
+        begin = time.monotonic()
+        with torch.no_grad():
+            for batch in loader:
+                scores = score_batch(self.model.scorer, batch, self.device)
+                self._check_finite(batch, scores.nll_sum_B)
+                totals.add(scores, batch.weights_B)
+                totals.scored_lanes += batch.scored_lanes
+                if rounded_nll is not None:
+                    rounded_nll.add(scores.nll_sum_B)
+                progress.update(totals)
+        progress.close()
+        self.timing["score_seconds"] = time.monotonic() - begin
+        self.tokens_here = totals.num_tokens
+        totals.expected_lanes = expected_lanes(plan, self.data, world.rank, world.world_size)
+
+        begin = time.monotonic()
+        self.totals = Totals.unpack(distributed.all_reduce_sum(totals.pack(), self.device))
+        self.rounded_nll = None
+        if rounded_nll is not None:
+            self.rounded_nll = float(distributed.all_reduce_sum(rounded_nll.value.reshape(1), self.device)[0])
+        self.timing["reduce_seconds"] = time.monotonic() - begin
+        self._check_coverage()
+
+    def save_checkpoint(self) -> int:
+        """Write the result, print it, and hold it against the baseline; rank 0.
+
+        Returns:
+            The exit code.
+        """
+        from ppl_eval import baseline, report, results
+
+        per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
+        if self.world.rank != 0:
+            return 0
+        result = results.build(self, per_rank)
+        path = Path(self.settings.output_dir) / "result.json"
+        report.write_json(path, result)
+        print(report.table(result), flush=True)
+        self._log_rank_zero(f"written to {path}")
+        if self.settings.metric_logger is not None:
+            metric_logger = instantiate("metric_logger", self.settings.metric_logger)
+            numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
+            metric_logger.log_dict(numbers, step=0)
+            metric_logger.close()
+        if self.settings.baseline is None:
+            return 0
+        code, message = baseline.compare(result, self.baseline, self.settings.baseline_tolerance)
+        print(message, file=sys.stderr, flush=True)
+        return code
+
+    def cleanup(self) -> None:
+        """Give back what setup took; safe to call at any time."""
+        self._resources.close()
+
+    def _read_inputs(self) -> None:
+        from ppl_eval import baseline, bos, denominators, models, paths, plan, report, tokenizer, tokens
+
+        settings, world = self.settings, self.world
+        begin = time.monotonic()
+        if world.rank == 0:
+            report.check_output_dir(Path(settings.output_dir))
+            self.baseline = baseline.read_result(settings.baseline) if settings.baseline else {}
+        self.load_checkpoint()
+        self.decoder = models.build_on_meta(settings, self.dtype)
+        self.encoder = tokenizer.wrap_tokenizer(
+            instantiate("tokenizer", settings.tokenizer), settings.tokenizer
+        )
+        self.protocol = bos.for_tokenizer(instantiate("protocol", settings.protocol), self.encoder)
+        self.prefix_token = bos.prefix_token(self.protocol, self.encoder)
+        models.check_fit(self.decoder, self.protocol.max_seq_len, self.encoder.vocab_size)
+        source = instantiate("dataset", settings.dataset)
+        folder = world.once_per_node(
+            "tokens",
+            lambda: str(
+                tokens.prepare_tokens(
+                    source,
+                    self.encoder,
+                    self.protocol.join,
+                    self.protocol.bos,
+                    paths.home() / "tokens",
+                    self.protocol.word_separator,
+                )
+            ),
+        )
+        self.source, self.data = source, tokens.open_tokens(Path(folder))
+        self.notes += self.data.notes
+        self.notes += bos.check_bos_tokens(self.protocol, self.data, self.encoder)
+        self.plan = plan.make_plan(
+            self.protocol, self.data.offsets_D1, settings.batch_size, settings.max_windows
+        )
+        if self.protocol.notes is not None and self.plan.is_whole:
+            self.notes += self.protocol.notes(self.plan.length_D)
+        self.expected_tokens = self.plan.expected_targets()
+        self.denominators = (
+            denominators.covered_text(self.plan, self.data, self.encoder) if world.rank == 0 else (None, None)
+        )
+        self.timing["data_seconds"] = time.monotonic() - begin
+        self._log_rank_zero(
+            f"{self.data.num_tokens:,} tokens in {self.data.num_documents:,} documents:"
+            f" {self.plan.num_windows:,} windows, {self.plan.num_batches:,} batches, {self.expected_tokens:,}"
+            " tokens to score"
+        )
+
+    def _load_model(self) -> Any:
+        from ppl_eval import models
+
+        return models.load_model(self.decoder, self.checkpoint, self.settings, self.device, self.dtype)
+
+    def _facts(self) -> dict[str, Any]:
+        return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": self.data.fingerprint}
+
+    def _check_finite(self, batch: Any, nll_sum_B: np.ndarray) -> None:
+        if np.isfinite(nll_sum_B).all():
+            return
+        bad = int(np.flatnonzero(~np.isfinite(nll_sum_B))[0])
+        raise ValueError(
+            f"window {batch.window_ids_B[bad]} (document {batch.document_B[bad]}, from its token"
+            f" {batch.start_B[bad]}) has NLL {nll_sum_B[bad]} on {self.world.where}: the model gives no"
+            " finite probability there. Try dtype=fp32, and look for NaN in the checkpoint"
+        )
+
+    def _check_coverage(self) -> None:
+        totals = self.totals
+        counted = totals.num_tokens == self.expected_tokens and totals.num_windows == self.plan.num_windows
+        if not counted or (totals.scored_lanes != totals.expected_lanes).any():
+            raise RuntimeError(
+                f"{totals.num_tokens} tokens in {totals.num_windows} windows were scored, but the plan has"
+                f" {self.expected_tokens} in"
+                f" {self.plan.num_windows}{'' if counted else ' (and not the same ones)'}: a fault in this"
+                " program. No result was written"
+            )
+
+    def _log_rank_zero(self, message: str) -> None:
+        if self.world.rank == 0:
+            self._log.info(message)
+
+
+def _quieten_libraries() -> None:
+    # Said once per process by libraries about their own insides; nothing that a person running an evaluation
+    # can act on.
+    for message in (
+        "'set_vital' is deprecated",
+        "Mismatch dtype between input and weight: input dtype = float",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the recipe with these arguments; returns the exit code."""
+    _quieten_libraries()
+    problem: ValueError | None = None
+    try:
+        settings = read_settings(argv)
+    except ValueError as error:
+        problem = error
+    world = distributed.connect(KEYS["timeout_seconds"].default if problem else settings.timeout_seconds)
+
+    def settled() -> Settings:
+        if problem is not None:
+            raise problem
+        return settings
+
+    world.agree(distributed.FIRST_PHASE, settled, lambda s: distributed.environment_facts(world, s.as_dict()))
+    recipe = DistributedPPLEvalRecipe(settings, world)
+    with distributed.fail_together(world):
+        try:
+            recipe.setup()
+            recipe.evaluate()
+            return recipe.save_checkpoint()
+        finally:
+            recipe.cleanup()
+
+
+@record
+def main() -> None:
+    """Entry point for `tune run`, `torchrun -m` and `python -m`."""
+    try:
+        code = run(sys.argv[1:])
+    except distributed.Stop as stop:
+        code = stop.code
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Every protocol against its reference, live, in float32, on one tiny random model: the same number to 1e-6 relative.
+"""Every protocol against its reference, live, in float32, on one tiny random model, to 1e-6 relative.
 
 The references are lm-eval itself, or loops in plain torch and float64 written from what the tools do, one
 window at a time.
@@ -13,17 +13,16 @@ import torch
 import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from tiny import encoder_of, score, texts, tiny_llama, tiny_tokenizer
 
 from ppl_eval import protocols
+from tiny import encoder_of, score, texts, tiny_llama, tiny_tokenizer
 
 LIMIT = 1e-6
 TEXTS = (
     "The cat sat on the mat; the dog, who had seen it sit there before, said nothing at all.\n" * 7,
     "Short.",
     "",
-    "Ünïcödé and 漢字 and 🙂: bytes are not characters.\n\nA second paragraph, somewhat longer than the first one. "
-    * 5,
+    "Ünïcödé and 漢字 and 🙂: bytes are not characters.\n\nA second paragraph, longer than the first. " * 5,
 )
 
 

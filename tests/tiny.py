@@ -23,7 +23,7 @@ from ppl_eval.totals import Totals, WindowScores
 from ppl_eval.windows import Protocol
 
 VOCAB_SIZE = 300
-MAX_CONTEXT = 128
+MAX_CONTEXT = 512
 
 
 def tiny_llama() -> tuple[LlamaForCausalLM, TransformerDecoder]:
@@ -119,7 +119,10 @@ def score(
 ) -> Scored:
     """Score a source as the recipe does, on one process."""
     protocol = for_tokenizer(protocol, encoder)
-    data = open_tokens(prepare_tokens(source, encoder, protocol.join, protocol.bos, cache))
+    folder = prepare_tokens(
+        source, encoder, protocol.join, protocol.bos, cache, word_separator=protocol.word_separator
+    )
+    data = open_tokens(folder)
     notes = check_bos_tokens(protocol, data, encoder)
     plan = make_plan(protocol, data.offsets_D1, batch_size)
     batches = WindowBatches(plan, data, prefix_token(protocol, encoder))

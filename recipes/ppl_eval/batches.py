@@ -24,6 +24,7 @@ class Batch:
         document_B: document of each window.
         start_B: first position of each window in its document.
         scored_lanes: set hash of the scored targets (see ``coverage``).
+        weights_B: weight of each window's mean NLL, where the protocol has such weights; int64.
     """
 
     tokens_BT: torch.Tensor
@@ -32,6 +33,7 @@ class Batch:
     document_B: IntArray
     start_B: IntArray
     scored_lanes: coverage.Lanes
+    weights_B: IntArray | None = None
 
 
 class WindowBatches(Dataset[Batch]):
@@ -63,6 +65,7 @@ class WindowBatches(Dataset[Batch]):
                 coverage.lanes_of(none, none),
             )
         windows = self.plan.batch_windows(batch)
+        weights = self.plan.protocol.window_weights
         tokens_BT, labels_BT = self._tensors(windows)
         first = batch * self.plan.batch_size
         return Batch(
@@ -72,6 +75,7 @@ class WindowBatches(Dataset[Batch]):
             windows.document,
             windows.start,
             scored_lanes(windows, self.data),
+            None if weights is None else weights(windows),
         )
 
     def _tensors(self, windows: Windows) -> tuple[IntArray, IntArray]:
@@ -100,9 +104,12 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
     """Set hash of the targets that windows score, label masks applied."""
     num_targets = windows.num_targets
     document_N = np.repeat(windows.document, num_targets)
-    # Positions of each window's targets, laid end to end: a running index less where its window begins, plus the window's first target.
+    # Positions of each window's targets, laid end to end: a running index less where its window begins, plus
+    # the window's first target.
     before = np.cumsum(num_targets) - num_targets
-    position_N = np.arange(len(document_N), dtype=np.int64) + np.repeat(windows.score_start - before, num_targets)
+    position_N = np.arange(len(document_N), dtype=np.int64) + np.repeat(
+        windows.score_start - before, num_targets
+    )
     if data.labels is not None:
         kept = data.labels[data.offsets_D1[document_N] + position_N] != IGNORE_INDEX
         document_N, position_N = document_N[kept], position_N[kept]
@@ -112,8 +119,8 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
 def expected_lanes(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.Lanes:
     """This rank's share of the set hash of all targets of the plan.
 
-    The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over ranks checks the sharding
-    and not only the arithmetic.
+    The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over
+    ranks checks the sharding and not only the arithmetic.
     """
     first, last = (plan.num_windows * r // num_replicas for r in (rank, rank + 1))
     lanes = np.zeros(coverage.LANES, dtype=np.uint64)

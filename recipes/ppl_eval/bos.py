@@ -31,8 +31,8 @@ def prefix_token(protocol: Protocol, encoder: TextEncoder) -> int | None:
     wanted = "BOS" if protocol.prefix_rule == "bos" else "BOS or EOS"
     raise ValueError(
         f"the protocol {protocol.name} with protocol.bos={protocol.bos} puts {wanted} before its windows, "
-        "but this tokenizer has none; name its special tokens in the tokenizer's configuration, or use another "
-        "protocol.bos or protocol"
+        "but this tokenizer has none; name its special tokens in the tokenizer's configuration, or use "
+        "another protocol.bos or protocol"
     )
 
 

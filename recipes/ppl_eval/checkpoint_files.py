@@ -173,7 +173,7 @@ def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) 
         if head.startswith(b"PK\x03\x04"):
             raise ValueError(
                 f"{path} is truncated: found {size} bytes, and the directory that a torch file ends with is "
-                f"missing; "
+                "missing; "
                 "download or copy it again"
             )
         notes.append(
@@ -189,7 +189,7 @@ def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) 
         if not allow_unsafe_pickle:
             raise ValueError(
                 f"{path} holds more than tensors: {_first_line(e)}. Loading it would run code that the file "
-                f"names. "
+                "names. "
                 "If, and only if, you trust whoever wrote it, set checkpointer.allow_unsafe_pickle=true; "
                 "better: convert it to safetensors"
             ) from e
@@ -197,7 +197,7 @@ def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) 
         raise ValueError(f"{path} ({size} bytes) is corrupt or no torch checkpoint: {_first_line(e)}") from e
     notes.append(
         f"{path.name} was unpickled without restrictions (checkpointer.allow_unsafe_pickle): it could run "
-        f"any code"
+        "any code"
     )
     return torch.load(str(path), map_location="cpu", mmap=is_zip, weights_only=False)
 

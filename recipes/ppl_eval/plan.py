@@ -1,4 +1,5 @@
-"""Windows to batches: a pure function of document lengths, protocol and batch size, never of the number of ranks."""
+"""Windows to batches: a pure function of document lengths, protocol and batch size, never of the number of
+ranks."""
 
 from dataclasses import dataclass
 
@@ -13,12 +14,14 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Plan:
-    """Random access to the windows of a run: batch b holds the windows [b * batch_size, (b + 1) * batch_size).
+    """Random access to the windows of a run: batch b holds the windows [b * batch_size, (b + 1) *
+    batch_size).
 
     Attributes:
         protocol: where the windows of a document lie.
         length_D: tokens of each document.
-        first_window_D1: id of each document's first window, and the number of all windows at the end; int64 [D + 1].
+        first_window_D1: id of each document's first window, and the number of all windows at the end; int64
+            [D + 1].
         batch_size: windows of a batch; the last may be short.
         num_windows: windows of the run, after ``max_windows``.
     """
@@ -57,14 +60,15 @@ class Plan:
     def expected_targets(self) -> int:
         """Targets that the plan says must be scored, before any label mask.
 
-        From the protocol's closed formula, which does not look at windows, for the documents that are whole in the run; a document cut by
-        ``max_windows`` is counted window by window.
+        From the protocol's closed formula, which does not look at windows, for the documents that are whole
+        in the run; a document cut by ``max_windows`` is counted window by window.
         """
         cut = int(np.searchsorted(self.first_window_D1, self.num_windows, side="right")) - 1
         whole = int(self.protocol.num_targets(self.length_D[:cut]).sum(dtype=np.int64))
         rest = range(int(self.first_window_D1[cut]), self.num_windows, _CHUNK)
         return whole + sum(
-            int(self.windows(first, min(first + _CHUNK, self.num_windows)).num_targets.sum()) for first in rest
+            int(self.windows(first, min(first + _CHUNK, self.num_windows)).num_targets.sum())
+            for first in rest
         )
 
 
@@ -75,7 +79,8 @@ def make_plan(
 
     Args:
         protocol: how a document becomes windows.
-        offsets_D1: where each document starts in the token stream, and where the last one ends; int64 [D + 1].
+        offsets_D1: where each document starts in the token stream, and where the last one ends; int64 [D +
+            1].
         batch_size: windows of a batch.
         max_windows: keep only the first so many windows; None keeps all.
 
@@ -89,9 +94,9 @@ def make_plan(
     if num_windows == 0:
         longest = int(length_D.max(initial=0))
         raise ValueError(
-            f"the text has {int(offsets_D1[-1])} tokens (longest document: {longest}), not enough for one window of the protocol "
-            f"{protocol.name} with {protocol.parameters}; use a smaller protocol.max_seq_len, protocol.keep_tail=true where the protocol "
-            "has it, or more text"
+            f"the text has {int(offsets_D1[-1])} tokens (longest document: {longest}), not enough for one"
+            f" window of the protocol {protocol.name} with {protocol.parameters}; use a smaller"
+            " protocol.max_seq_len, protocol.keep_tail=true where the protocol has it, or more text"
         )
     if max_windows is not None:
         num_windows = min(num_windows, max_windows)

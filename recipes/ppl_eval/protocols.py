@@ -24,7 +24,7 @@ from ppl_eval.windows import (
     check_bos,
     check_choice,
     check_max_seq_len,
-    exp,
+    exp_or_infinity,
     tail_note,
 )
 
@@ -142,8 +142,12 @@ def strided(
 
     def figures(sums: ScoredSums) -> dict[str, float]:
         ce_loss = sums.weighted_nll_sum / sums.weight_sum
-        exact = exp(sums.nll_sum / sums.num_tokens)
-        return {"ce_loss": ce_loss, "perplexity": exp(ce_loss), "perplexity_exact_weighting": exact}
+        exact = exp_or_infinity(sums.nll_sum / sums.num_tokens)
+        return {
+            "ce_loss": ce_loss,
+            "perplexity": exp_or_infinity(ce_loss),
+            "perplexity_exact_weighting": exact,
+        }
 
     hf_doc = weighting == "hf_doc"
     return Protocol(
@@ -293,4 +297,5 @@ def per_sample(max_seq_len: int, too_long: str = "error", bos: str = "tokenizer"
         num_targets=num_targets,
         prefix_rule="bos" if prefix else None,
         notes=notes,
+        covers_text=too_long != "truncate",
     )

@@ -108,7 +108,7 @@ def _scheme(cfg: Mapping[str, Any], device: torch.device) -> Scheme:
     if component.rpartition(".")[2] != "Int4WeightOnlyQuantizer":
         raise ValueError(
             f"quantizer._component_ is {component!r}; it can be "
-            f"torchtune.training.quantization.Int4WeightOnlyQuantizer"
+            "torchtune.training.quantization.Int4WeightOnlyQuantizer"
         )
     unknown = sorted(set(arguments) - {"groupsize", "inner_k_tiles"})
     if unknown:

@@ -12,8 +12,8 @@ DUMMY_BATCH = -1
 class ExactDistributedSampler(Sampler[int]):
     """Rank r of R runs the batches r, r + R, r + 2R, ... of the plan.
 
-    A sibling of torchdata's ``StatefulDistributedSampler``, with the same ``state_dict``, that neither pads the last round with batches
-    of others nor drops it.
+    A sibling of torchdata's ``StatefulDistributedSampler``, with the same ``state_dict``, that neither pads
+    the last round with batches of others nor drops it.
 
     Args:
         num_batches: batches of the plan.
@@ -50,5 +50,7 @@ class ExactDistributedSampler(Sampler[int]):
         """Go on after the steps that a ``state_dict`` counts."""
         yielded = state_dict["yielded"]
         if not 0 <= yielded <= len(self):
-            raise ValueError(f"the sampler state says {yielded} steps were done, but this rank has {len(self)}")
+            raise ValueError(
+                f"the sampler state says {yielded} steps were done, but this rank has {len(self)}"
+            )
         self._next_yielded = yielded

@@ -1,4 +1,5 @@
-"""Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax in float32."""
+"""Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
+in float32."""
 
 import numpy as np
 import torch
@@ -6,16 +7,20 @@ import torch.nn.functional as F
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
+from ppl_eval.batches import Batch
 from ppl_eval.tokens import IGNORE_INDEX
 from ppl_eval.totals import WindowScores
 
 
 class ScoringModel(nn.Module):
-    """A decoder and its head, scored in one forward, so that sharding, compilation and gradients-off wrap one call.
+    """A decoder and its head, scored in one forward, so that sharding, compilation and gradients-off wrap one
+    call.
 
     Args:
-        decoder: a torchtune decoder. Its ``unembed`` is replaced by the final norm alone: the logits of a whole batch never exist.
-        max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them included.
+        decoder: a torchtune decoder. Its ``unembed`` is replaced by the final norm alone: the logits of a
+            whole batch never exist.
+        max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them
+            included.
     """
 
     def __init__(self, decoder: TransformerDecoder, max_logits_bytes: int) -> None:
@@ -32,14 +37,16 @@ class ScoringModel(nn.Module):
             labels_BT: targets aligned with the inputs, -100 where nothing is scored; int64.
 
         Returns:
-            ``nll_N`` (nats, float32) and ``correct_N`` (whether the target was the most likely token) of the scored targets, in
-            row-major order.
+            ``nll_N`` (nats, float32) and ``correct_N`` (whether the target was the most likely token) of the
+            scored targets, in row-major order.
         """
         hidden_BTD = self.decoder(tokens_BT)
         scored_BT = labels_BT != IGNORE_INDEX
         return self._score_rows(hidden_BTD[scored_BT], labels_BT[scored_BT])
 
-    def _score_rows(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score_rows(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         vocab_size = self.decoder.tok_embeddings.num_embeddings
         rows = rows_per_chunk(vocab_size, hidden_ND.dtype, self.max_logits_bytes)
         softcap = getattr(self.decoder, "final_logit_softcap", None)
@@ -58,7 +65,8 @@ class ScoringModel(nn.Module):
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -> int:
     """Scored rows that go through the head at once.
 
-    A row's logits exist in the model's dtype, in float32 and as the float32 log-softmax, all at the same moment.
+    A row's logits exist in the model's dtype, in float32 and as the float32 log-softmax, all at the same
+    moment.
 
     Raises:
         ValueError: if not even one row fits.
@@ -66,24 +74,34 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -
     bytes_per_row = vocab_size * (dtype.itemsize * (dtype != torch.float32) + 4 + 4)
     if bytes_per_row > max_logits_bytes:
         raise ValueError(
-            f"max_logits_mib allows {max_logits_bytes / 2**20:g} MiB, but the logits of one token of this vocabulary ({vocab_size}) take "
-            f"{bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
+            f"max_logits_mib allows {max_logits_bytes / 2**20:g} MiB, but the logits of one token of this"
+            f" vocabulary ({vocab_size}) take {bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
         )
     return max_logits_bytes // bytes_per_row
 
 
-def window_scores(nll_N: torch.Tensor, correct_N: torch.Tensor, labels_BT: torch.Tensor, num_windows: int) -> WindowScores:
+def score_batch(scorer: ScoringModel, batch: Batch, device: torch.device) -> WindowScores:
+    """Score a batch on a device; one forward, whatever is in it."""
+    labels_BT = batch.labels_BT.to(device)
+    nll_N, correct_N = scorer(batch.tokens_BT.to(device), labels_BT)
+    return window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
+
+
+def window_scores(
+    nll_N: torch.Tensor, correct_N: torch.Tensor, labels_BT: torch.Tensor, num_windows: int
+) -> WindowScores:
     """Sum per-token results to windows, in float64.
 
-    The sums are made by numpy on the host: torch may split a sum over threads, and then its bits depend on how many there are.
+    The sums are made by numpy on the host: torch may split a sum over threads, and then its bits depend on
+    how many there are.
 
     Args:
         nll_N: NLL of the scored targets in row-major order; float32.
         correct_N: whether each was the most likely token; bool.
-        labels_BT: the batch's labels.
+        labels_BT: the batch's labels, on the host.
         num_windows: windows in the batch (0 for a dummy).
     """
-    scored_BT = (labels_BT != IGNORE_INDEX).cpu().numpy()
+    scored_BT = (labels_BT != IGNORE_INDEX).numpy()
     nll_BT = np.zeros(scored_BT.shape, dtype=np.float64)
     nll_BT[scored_BT] = nll_N.cpu().numpy()
     correct_BT = np.zeros(scored_BT.shape, dtype=np.int64)

@@ -1,4 +1,5 @@
-"""One face for torchtune's tokenizers: text to ids without BOS, and what the model's own tokenizer call would add."""
+"""One face for torchtune's tokenizers: text to ids without BOS, and what the model's own tokenizer call would
+add."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -10,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
-# What the family's Hugging Face tokenizer does when it is simply called on a text. torchtune's classes don't say: their `encode` adds BOS
-# unless told not to.
+# What the family's Hugging Face tokenizer does when it is simply called on a text. torchtune's classes don't
+# say: their `encode` adds BOS unless told not to.
 _ADDS_BOS = {
     "Llama2Tokenizer": True,
     "Llama3Tokenizer": True,
@@ -55,7 +56,9 @@ class TextEncoder:
         if policy in ("never", "each_window") or (policy == "tokenizer" and not self.adds_bos):
             return []
         if self.bos_id is None:
-            raise ValueError(f"protocol.bos is {policy!r}, but this tokenizer has no BOS token; use protocol.bos=never")
+            raise ValueError(
+                f"protocol.bos is {policy!r}, but this tokenizer has no BOS token; use protocol.bos=never"
+            )
         return [self.bos_id]
 
 

@@ -30,13 +30,15 @@ class TokenData:
 
     Attributes:
         tokens: token ids of all documents; a memory map of uint16 or uint32.
-        offsets_D1: document d is ``tokens[offsets_D1[d]:offsets_D1[d + 1]]``; int64 [D + 1]. After a join there is one document.
+        offsets_D1: document d is ``tokens[offsets_D1[d]:offsets_D1[d + 1]]``; int64 [D + 1]. After a join
+            there is one document.
         num_bytes_D: UTF-8 bytes of the text of each document; int64 [D].
         num_words_D: words of each document, as lm-eval counts them; int64 [D].
         num_documents: documents of the source that hold text, before any join.
         fingerprint: what identifies the data: hashes of text and tokenizer, and how it was encoded.
         notes: what a reader of the result must know (empty documents, adjusted values).
-        labels: ``tokens`` with -100 where a token is never a scored target (not shifted); None where every token may be scored.
+        labels: ``tokens`` with -100 where a token is never a scored target (not shifted); None where every
+            token may be scored.
     """
 
     tokens: npt.NDArray[Any]
@@ -54,12 +56,26 @@ class TokenData:
         return int(self.offsets_D1[-1])
 
 
-def count_words(text: str) -> int:
-    """Words of a text, as lm-eval counts them for word perplexity: pieces between white space, empty ones at the ends included."""
-    return len(_WHITE_SPACE.split(text))
+def count_words(text: str, separator: str = "white_space") -> int:
+    """Words of a text.
+
+    Args:
+        text: the text.
+        separator: ``white_space`` counts as lm-eval does for word perplexity, pieces between runs of white
+            space, empty ones at the ends included; ``space`` as Megatron-LM does, pieces between single
+            spaces after white space at the ends is gone.
+    """
+    return len(_WHITE_SPACE.split(text) if separator == "white_space" else text.strip().split(" "))
 
 
-def prepare_tokens(source: TextSource, encoder: TextEncoder, join: str | None, bos: str, cache: Path) -> Path:
+def prepare_tokens(
+    source: TextSource,
+    encoder: TextEncoder,
+    join: str | None,
+    bos: str,
+    cache: Path,
+    word_separator: str = "white_space",
+) -> Path:
     """Tokenise a source, unless the cache holds its tokens already. To be called by one process of a node.
 
     Args:
@@ -68,6 +84,7 @@ def prepare_tokens(source: TextSource, encoder: TextEncoder, join: str | None, b
         join: text between documents, all of which become one stream; None keeps every document on its own.
         bos: BOS policy for the head of each stream or document.
         cache: folder of all token caches.
+        word_separator: how words are counted (see ``count_words``).
 
     Returns:
         The folder to give to ``open_tokens``.
@@ -81,6 +98,7 @@ def prepare_tokens(source: TextSource, encoder: TextEncoder, join: str | None, b
         "tokenizer_sha256": encoder.sha256,
         "join": join,
         "bos_tokens": encoder.bos_tokens(bos),
+        "word_separator": word_separator,
         "format": _FORMAT,
     }
     key = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:32]
@@ -88,7 +106,8 @@ def prepare_tokens(source: TextSource, encoder: TextEncoder, join: str | None, b
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    # Two jobs may start together; the second one waits, then finds the folder. The lock dies with its process.
+    # Two jobs may start together; the second one waits, then finds the folder. The lock dies with its
+    # process.
     with FileLock(cache / f"{key}.lock"):
         if not folder.is_dir():
             half = cache / f"{key}.half"
@@ -116,8 +135,15 @@ def _write(
     texts = list(source.read())
     full = [text for text in texts if text]
     if not full:
-        raise ValueError(f"the dataset {source.name} ({source.parameters}) has no text: {len(texts)} documents, all of them empty")
-    notes = [f"{len(texts) - len(full)} of {len(texts)} documents are empty; they score nothing"] if len(full) < len(texts) else []
+        raise ValueError(
+            f"the dataset {source.name} ({source.parameters}) has no text: {len(texts)} documents, all of"
+            " them empty"
+        )
+    notes = (
+        [f"{len(texts) - len(full)} of {len(texts)} documents are empty; they score nothing"]
+        if len(full) < len(texts)
+        else []
+    )
     documents = full if join is None else [join.join(full)]
     dtype = np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32
     offsets = [0]
@@ -130,8 +156,14 @@ def _write(
         os.fsync(file.fileno())
     np.save(folder / "offsets.npy", np.array(offsets, dtype=np.int64))
     np.save(folder / "num_bytes.npy", np.array([len(text.encode()) for text in documents], dtype=np.int64))
-    np.save(folder / "num_words.npy", np.array([count_words(text) for text in documents], dtype=np.int64))
-    about = {"fingerprint": fingerprint, "num_documents": len(full), "dtype": np.dtype(dtype).name, "notes": notes}
+    num_words = [count_words(text, fingerprint["word_separator"]) for text in documents]
+    np.save(folder / "num_words.npy", np.array(num_words, dtype=np.int64))
+    about = {
+        "fingerprint": fingerprint,
+        "num_documents": len(full),
+        "dtype": np.dtype(dtype).name,
+        "notes": notes,
+    }
     (folder / "about.json").write_text(json.dumps(about))
 
 

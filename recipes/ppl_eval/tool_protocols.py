@@ -15,7 +15,7 @@ from ppl_eval.windows import (
     check_between,
     check_bos,
     check_max_seq_len,
-    exp,
+    exp_or_infinity,
     tail_note,
 )
 
@@ -49,8 +49,8 @@ def llama_cpp(max_seq_len: int = 512, join: str = "", bos: str = "tokenizer") ->
     def figures(sums: ScoredSums) -> dict[str, float]:
         mean = sums.nll_sum / sums.num_tokens
         variance = max(sums.nll_sq_sum / sums.num_tokens - mean * mean, 0.0)
-        stderr = float("nan") if sums.num_tokens < 2 else (variance / (sums.num_tokens - 1)) ** 0.5
-        return {"perplexity_stderr_llama_cpp": exp(mean) * stderr}
+        stderr = (variance / max(sums.num_tokens - 1, 1)) ** 0.5
+        return {"perplexity_stderr_llama_cpp": exp_or_infinity(mean) * stderr}
 
     def with_bos(prefix: bool) -> Protocol:
         def locate(length: IntArray, index: IntArray) -> Located:
@@ -69,6 +69,7 @@ def llama_cpp(max_seq_len: int = 512, join: str = "", bos: str = "tokenizer") ->
             prefix_rule="bos" if prefix else None,
             notes=lambda length: tail_note(length, max_seq_len),
             figures=figures,
+            covers_text=False,
             for_tokenizer=with_bos if bos == "tokenizer" else None,
         )
 
@@ -122,11 +123,9 @@ def megatron(
         )
 
     def figures(sums: ScoredSums) -> dict[str, float]:
-        return {
-            "adjusted_perplexity": exp(sums.nll_sum / (sums.num_words - 1))
-            if sums.num_words > 1
-            else float("nan")
-        }
+        if sums.num_words < 2:
+            return {}
+        return {"adjusted_perplexity": exp_or_infinity(sums.nll_sum / (sums.num_words - 1))}
 
     return Protocol(
         name="megatron",

@@ -1,9 +1,10 @@
 """Exact totals: integer sums of float64 values, the same bits in any order and any grouping.
 
-A float64 is an integer times a power of two, so a sum of them is exact in integers. Values are added in fixed point with 96 fractional
-bits, which holds every float64 of 2^-43 or more without rounding (a smaller one is rounded at 2^-97), and the sum is rounded to
-float64 once, when it is read: the same number as ``math.fsum``. For ``all_reduce`` the integer travels as 32-bit limbs in int64, so
-that up to 2^31 ranks can be added without a carry being lost.
+A float64 is an integer times a power of two, so a sum of them is exact in integers. Values are added in fixed
+point with 96 fractional bits, which holds every float64 of 2^-43 or more without rounding (a smaller one is
+rounded at 2^-97), and the sum is rounded to float64 once, when it is read: the same number as ``math.fsum``.
+For ``all_reduce`` the integer travels as 32-bit limbs in int64, so that up to 2^31 ranks can be added without
+a carry being lost.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def to_fixed(values: FloatArray) -> int:
 
 
 def to_limbs(fixed: int) -> list[int]:
-    """Split a (signed) integer into limbs of 32 bits, least significant first; the last one carries the sign."""
+    """Split a (signed) integer into limbs of 32 bits, least significant first; the last one carries the
+    sign."""
     limbs = []
     for _ in range(_NUM_LIMBS - 1):
         limbs.append(fixed & (_LIMB - 1))
@@ -100,8 +102,8 @@ class Totals:
         window_nll_sq_fixed: sum over windows of the squared window NLL, nats^2.
         window_nll_tokens_fixed: sum over windows of window NLL times window tokens.
         window_tokens_sq: sum over windows of the squared number of tokens.
-        weighted_nll_fixed: sum over windows of the mean NLL of their tokens times the window's weight, nats; for protocols with
-            ``window_weights``.
+        weighted_nll_fixed: sum over windows of the mean NLL of their tokens times the window's weight, nats;
+            for protocols with ``window_weights``.
         window_weights: sum of these weights.
         num_tokens: scored targets.
         num_windows: windows scored.
@@ -124,7 +126,7 @@ class Totals:
     expected_lanes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(LANES, dtype=np.uint64))
 
     def add(self, scores: WindowScores, weights_B: IntArray | None = None) -> None:
-        """Add the windows of a batch, with the weights of their means where the protocol has such weights; int64."""
+        """Add the windows of a batch, with weights (int64) for their means where the protocol has some."""
         tokens = scores.num_tokens_B
         self.nll_fixed += to_fixed(scores.nll_sum_B)
         self.token_nll_sq_fixed += to_fixed(scores.nll_sq_sum_B)
@@ -188,10 +190,12 @@ class Totals:
         return self.nll_fixed / (self.num_tokens << FRACTION_BITS)
 
     def ce_loss_stderr(self) -> float | None:
-        """Standard error of ``ce_loss``, with windows as blocks: tokens of one window are not independent of each other.
+        """Standard error of ``ce_loss``, with windows as blocks: tokens of one window are not independent of
+        each other.
 
-        The ratio estimator's delta-method variance (Cochran, "Sampling Techniques", 3rd ed., section 2.11): with W windows of n_w tokens
-        and NLL y_w, r = sum y / sum n and Var(r) = W/(W-1) * sum (y_w - r n_w)^2 / (sum n)^2.
+        The ratio estimator's delta-method variance (Cochran, "Sampling Techniques", 3rd ed., section 2.11):
+        with W windows of n_w tokens and NLL y_w, r = sum y / sum n and Var(r) = W/(W-1) * sum (y_w - r n_w)^2
+        / (sum n)^2.
 
         Returns:
             The standard error in nats per token; None with fewer than two windows.
@@ -211,7 +215,8 @@ class Totals:
 
 
 class FloatSum:
-    """The running sum that most tools keep, in float32 or float64: kept selectable so that its drift can be seen.
+    """The running sum that most tools keep, in float32 or float64: kept selectable so that its drift can be
+    seen.
 
     Args:
         dtype: ``float32`` or ``float64``.

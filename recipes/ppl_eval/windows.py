@@ -4,6 +4,7 @@ A protocol is closed form: how many windows a document of n tokens has, and wher
 plan of any size is random access, and no list of windows ever exists. Pure: numpy only.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -91,6 +92,8 @@ class Protocol:
             where the tokenizer has no BOS), or None where no window has one.
         word_separator: what parts words where this protocol's reference counts them: ``white_space``
             (lm-eval) or ``space`` (Megatron).
+        covers_text: whether all but a few tokens between the head of a document and its last scored target
+            are scored, so that NLL per byte and per word of it mean something.
         notes: document lengths to what a reader of the result must know about them (dropped tails, truncated
             samples).
         window_weights: weight of each window's mean NLL, for a reference that averages window means.
@@ -110,6 +113,7 @@ class Protocol:
     denominator: str = "scored tokens"
     prefix_rule: str | None = None
     word_separator: str = "white_space"
+    covers_text: bool = True
     notes: Callable[[IntArray], list[str]] | None = None
     window_weights: Callable[[Windows], IntArray] | None = None
     figures: Callable[[ScoredSums], dict[str, float]] | None = None
@@ -170,10 +174,12 @@ def all_equal(index: IntArray, value: bool) -> BoolArray:
     return np.full(len(index), value, dtype=np.bool_)
 
 
-def exp(value: float) -> float:
-    """e to a power, infinite where ``math.exp`` raises."""
-    with np.errstate(over="ignore"):
-        return float(np.exp(np.float64(value)))
+def exp_or_infinity(value: float) -> float:
+    """``exp``, with infinity where it overflows."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 def tail_note(length: IntArray, max_seq_len: int) -> list[str]:

@@ -1,0 +1,120 @@
+"""The regression gate: is this result the number that another run got, and if not, what differs between the
+two?"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+EXIT_MISMATCH = 3
+EXIT_INCOMPARABLE = 4
+
+# Fields that say what was measured: where one differs, the two numbers are answers to different questions.
+_QUESTION = (
+    "schema",
+    "protocol",
+    "dataset.fingerprint",
+    "plan.max_windows",
+    "coverage.expected_tokens",
+    "coverage.sha256",
+)
+# Fields that may explain a different answer to the same question, likeliest first.
+_REASONS = (
+    "num_tokens",
+    "num_windows",
+    "model.checkpoint",
+    "model.component",
+    "model.num_parameters",
+    "quantizer",
+    "dtype",
+    "device",
+    "compile",
+    "plan.batch_size",
+    "aggregation.precision",
+    "parallel",
+    "max_logits_mib",
+    "versions",
+)
+
+
+def read_result(path: str) -> dict[str, Any]:
+    """A result file.
+
+    Raises:
+        ValueError: if it is missing, is not JSON, or is not a result.
+    """
+    try:
+        result = json.loads(Path(path).expanduser().read_text())
+    except OSError as error:
+        raise ValueError(f"baseline: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"baseline: {path} is not JSON: {error}") from error
+    if not isinstance(result, dict) or "nll_sum_hex" not in result:
+        raise ValueError(f"baseline: {path} is not a result of this tool (no nll_sum_hex in it)")
+    return result
+
+
+def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: tuple[str, ...]) -> list[str]:
+    """One line for each of these fields that differs, nested ones leaf by leaf."""
+    lines = []
+    for field in fields:
+        ours, theirs = _leaves(_get(result, field), field), _leaves(_get(baseline, field), field)
+        lines += [
+            f"{name}: {ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} in the baseline"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name, "absent") != theirs.get(name, "absent")
+        ]
+    return lines
+
+
+def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: float) -> tuple[int, str]:
+    """Hold a result against a baseline.
+
+    Args:
+        result: the new one.
+        baseline: the one to hold it against.
+        tolerance: relative difference of ce_loss that passes; 0 asks for the same bits.
+
+    Returns:
+        The exit code (0, ``EXIT_MISMATCH`` or ``EXIT_INCOMPARABLE``) and what to tell the person.
+    """
+    other_question = differences(result, baseline, _QUESTION)
+    if other_question:
+        told = "\n".join(f"  {line}" for line in other_question)
+        return (
+            EXIT_INCOMPARABLE,
+            f"the baseline measured something else, so the numbers cannot be compared:\n{told}",
+        )
+    drift = abs(result["ce_loss"] - baseline["ce_loss"]) / max(abs(baseline["ce_loss"]), 1e-300)
+    same = result["nll_sum_hex"] == baseline["nll_sum_hex"]
+    numbers = (
+        f"perplexity {result['perplexity']} here, {baseline['perplexity']} in the baseline (ce_loss differs"
+        f" by {drift:.3e} relative, allowed {tolerance:g}; nll_sum {result['nll_sum_hex']} and"
+        f" {baseline['nll_sum_hex']})"
+    )
+    if same or (tolerance > 0 and drift <= tolerance):
+        return 0, f"agrees with the baseline{': the same bits' if same else f': {numbers}'}"
+    reasons = differences(result, baseline, _REASONS) or [
+        "none of the recorded fields differ: same checkpoint, dtype, batch size, topology and versions."
+        " Suspect hardware, or a kernel that is not deterministic"
+    ]
+    told = "\n".join(f"  {line}" for line in reasons)
+    return (
+        EXIT_MISMATCH,
+        f"does not agree with the baseline: {numbers}\nwhat differs between the two results:\n{told}",
+    )
+
+
+def _get(result: Mapping[str, Any], field: str) -> Any:
+    value: Any = result
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _leaves(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {
+        leaf: found for key, inner in value.items() for leaf, found in _leaves(inner, f"{name}.{key}").items()
+    }

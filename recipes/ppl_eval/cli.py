@@ -1,0 +1,65 @@
+"""The `ppl-eval` command: everything around a run that `tune run` does not do."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ppl_eval.settings import find_config, shipped_configs
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; exits with 2 and one clear line when something is wrong."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.command(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ppl-eval", description="Helpers around `tune run distributed_ppl_eval`."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    ls = commands.add_parser("ls", help="list the shipped configs")
+    ls.set_defaults(command=_ls)
+
+    cp = commands.add_parser("cp", help="copy a shipped config, to edit it")
+    cp.add_argument("name", help="as `ppl-eval ls` shows it, for example smollm2/135M_ppl")
+    cp.add_argument("path", type=Path, help="the new file, or a folder")
+    cp.set_defaults(command=_cp)
+
+    fetch = commands.add_parser("fetch", help="get the demo model")
+    fetch.add_argument("name", help="smollm2-135m")
+    fetch.set_defaults(command=_fetch)
+    return parser
+
+
+def _ls(_: argparse.Namespace) -> None:
+    for name in shipped_configs():
+        print(name)
+
+
+def _cp(arguments: argparse.Namespace) -> None:
+    source, target = find_config(arguments.name), arguments.path
+    if target.is_dir():
+        target = target / source.name
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise ValueError(f"{target} is already there; choose another name, or remove it first") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"the folder {target.parent} does not exist") from error
+    print(
+        f"{arguments.name} copied to {target}; run it with: tune run distributed_ppl_eval --config {target}"
+    )
+
+
+def _fetch(arguments: argparse.Namespace) -> None:
+    from ppl_eval.fetch import fetch
+
+    print(f"{arguments.name} is in {fetch(arguments.name)}")

@@ -1,0 +1,98 @@
+"""The result of a run: a JSON file for programs, a table for people."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file so that it is there whole or not at all; strict JSON, floats to the last digit."""
+    half = path.with_name(f".{path.name}.{os.getpid()}.half")
+    with open(half, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    half.replace(path)
+
+
+def check_output_dir(path: Path) -> Path:
+    """Make the folder and see that a file can be written there, before any work is done.
+
+    Raises:
+        ValueError: if not.
+    """
+    probe = path / f".probe.{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"output_dir {path} cannot be written: {error.strerror}") from error
+    return path
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The result for a screen."""
+    timing, parallel, coverage = result["timing"], result["parallel"], result["coverage"]
+    stderr = result["perplexity_stderr"]
+    rows = [
+        ("perplexity", _number(result["perplexity"]) + ("" if stderr is None else f" ± {_number(stderr)}")),
+        ("ce_loss", f"{result['ce_loss']:.9g} nats per token"),
+        ("nll_sum", f"{result['nll_sum']!r} nats ({result['nll_sum_hex']})"),
+        ("tokens scored", f"{result['num_tokens']:,} of {coverage['expected_tokens']:,} expected, each once"),
+        ("windows", f"{result['num_windows']:,} from {result['num_documents']:,} documents"),
+        ("bits per byte", _number(result["bits_per_byte"])),
+        ("byte perplexity", _number(result["byte_perplexity"])),
+        ("word perplexity", _number(result["word_perplexity"])),
+        ("top-1 accuracy", _number(result["top1_accuracy"])),
+        ("protocol", _protocol(result["protocol"])),
+        (
+            "model",
+            (
+                f"{result['model']['component']}, {result['model']['num_parameters']:,} parameters,"
+                f" {result['dtype']}"
+            ),
+        ),
+        ("quantizer", _quantizer(result["quantizer"])),
+        ("processes", f"{parallel['world_size']} on {parallel['num_nodes']} node(s)"),
+        ("speed", f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['score_seconds']:.1f} s of scoring"),
+    ]
+    rows = [(name, value) for name, value in rows if value]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+    lines += [f"  note: {note}" for note in result["notes"]]
+    rule = "-" * min(100, max(len(line) for line in lines))
+    return "\n".join([rule, *lines, rule])
+
+
+def _number(value: float | str | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.6f}" if 1e-4 < abs(value) < 1e7 else f"{value:.6g}"
+
+
+def _protocol(protocol: Mapping[str, Any]) -> str:
+    settings = ", ".join(
+        f"{key}={value!r}" for key, value in protocol.items() if key not in ("name", "bos_tokens")
+    )
+    return f"{protocol['name']} ({settings})"
+
+
+def _quantizer(quantizer: Mapping[str, Any] | None) -> str:
+    if quantizer is None:
+        return ""
+    return (
+        f"{quantizer['component']}: {quantizer['num_quantized']} linear layers quantised,"
+        f" {quantizer['num_skipped']} left as they were"
+    )
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Smallest, mean and largest of a figure over ranks."""
+    return {"min": min(values), "mean": math.fsum(values) / len(values), "max": max(values)}

@@ -1,0 +1,117 @@
+"""What goes into ``result.json``: every number with everything that it depends on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ppl_eval import coverage, metrics, report
+from ppl_eval.environment import peak_memory_bytes, versions
+
+if TYPE_CHECKING:
+    from distributed_ppl_eval import DistributedPPLEvalRecipe
+
+_ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
+
+
+def rank_row(recipe: DistributedPPLEvalRecipe) -> npt.NDArray[np.float64]:
+    """This rank's timings, for the spread over ranks."""
+    here = {
+        **recipe.timing,
+        "num_tokens": recipe.tokens_here,
+        "peak_memory_bytes": peak_memory_bytes(recipe.device),
+    }
+    return np.array([here[name] for name in _ROW], dtype=np.float64)
+
+
+def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """The result of a finished run, as plain JSON values.
+
+    Args:
+        recipe: after ``evaluate``.
+        per_rank: ``rank_row`` of every rank.
+    """
+    settings, totals, data, plan = recipe.settings, recipe.totals, recipe.data, recipe.plan
+    columns = {name: per_rank[:, i].tolist() for i, name in enumerate(_ROW)}
+    quantization = recipe.model.quantization
+    return {
+        "schema": report.SCHEMA,
+        **metrics.figures(totals, *recipe.denominators),
+        **metrics.protocol_figures(recipe.protocol, totals, recipe.denominators[1]),
+        "num_documents": data.num_documents,
+        "coverage": {
+            "expected_tokens": recipe.expected_tokens,
+            "scored_tokens": totals.num_tokens,
+            "sha256": coverage.digest(totals.scored_lanes, totals.num_tokens),
+        },
+        "aggregation": _aggregation(recipe),
+        "protocol": {
+            "name": recipe.protocol.name,
+            **recipe.protocol.parameters,
+            "bos_tokens": data.fingerprint["bos_tokens"],
+            "prefix_token": recipe.prefix_token,
+            "denominator": recipe.protocol.denominator,
+        },
+        "plan": {
+            "batch_size": plan.batch_size,
+            "num_batches": plan.num_batches,
+            "max_windows": settings.max_windows,
+            "whole": plan.is_whole,
+        },
+        "model": {
+            "component": settings.model._component_,
+            "arguments": {
+                key: value for key, value in settings.as_dict()["model"].items() if key != "_component_"
+            },
+            "num_parameters": recipe.model.num_parameters,
+            "checkpoint": recipe.checkpoint.identity,
+        },
+        "quantizer": (
+            None
+            if quantization is None
+            else {
+                **settings.as_dict()["quantizer"],
+                "component": settings.quantizer._component_,
+                "num_quantized": len(quantization.quantized),
+                "num_skipped": len(quantization.skipped),
+                "quantized": [list(entry) for entry in quantization.quantized],
+                "skipped": [list(entry) for entry in quantization.skipped],
+            }
+        ),
+        "dataset": {
+            "name": recipe.source.name,
+            "parameters": recipe.source.parameters,
+            "num_stream_tokens": data.num_tokens,
+            "fingerprint": data.fingerprint,
+        },
+        "dtype": settings.dtype,
+        "device": recipe.device.type,
+        "compile": settings.compile,
+        "max_logits_mib": settings.max_logits_mib,
+        "parallel": recipe.parallel,
+        "seed": recipe.seed,
+        "timing": {
+            "tokens_per_second": totals.num_tokens / max(max(columns["score_seconds"]), 1e-9),
+            **{name: max(columns[name]) for name in _ROW[:4]},
+            "per_rank": {name: report.spread(values) for name, values in columns.items()},
+        },
+        "versions": versions(),
+        "notes": recipe.notes,
+    }
+
+
+def _aggregation(recipe: DistributedPPLEvalRecipe) -> dict[str, Any]:
+    chosen = {"precision": recipe.precision}
+    if recipe.rounded_nll is None:
+        return chosen
+    exact = recipe.totals.nll_sum
+    return {
+        **chosen,
+        "nll_sum": recipe.rounded_nll,
+        "perplexity": metrics.json_number(
+            metrics.exp_or_infinity(recipe.rounded_nll / recipe.totals.num_tokens)
+        ),
+        "drift": (recipe.rounded_nll - exact) / exact if exact else 0.0,
+    }
