@@ -20,7 +20,9 @@ import numpy as np
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval import distributed
+from ppl_eval.failure import fail_together
 from ppl_eval.settings import KEYS, Settings, instantiate, read_settings
+from ppl_eval.world import FIRST_PHASE, Stop, World, connect, environment_facts
 
 # torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config is told
 # before seconds of imports.
@@ -35,7 +37,7 @@ class DistributedPPLEvalRecipe:
         world: the processes of the run.
     """
 
-    def __init__(self, settings: Settings, world: distributed.World) -> None:
+    def __init__(self, settings: Settings, world: World) -> None:
         self.settings = settings
         self.world = world
         self.notes: list[str] = []
@@ -261,22 +263,24 @@ def run(argv: Sequence[str]) -> int:
         settings = read_settings(argv)
     except ValueError as error:
         problem = error
-    world = distributed.connect(KEYS["timeout_seconds"].default if problem else settings.timeout_seconds)
+    world = connect(KEYS["timeout_seconds"].default if problem else settings.timeout_seconds)
 
     def settled() -> Settings:
         if problem is not None:
             raise problem
         return settings
 
-    world.agree(distributed.FIRST_PHASE, settled, lambda s: distributed.environment_facts(world, s.as_dict()))
+    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.as_dict()))
     recipe = DistributedPPLEvalRecipe(settings, world)
-    with distributed.fail_together(world):
-        try:
+    try:
+        # Cleaning up closes connections, which the others must not take for the cause: it comes after
+        # telling.
+        with fail_together(world):
             recipe.setup()
             recipe.evaluate()
             return recipe.save_checkpoint()
-        finally:
-            recipe.cleanup()
+    finally:
+        recipe.cleanup()
 
 
 @record
@@ -284,7 +288,7 @@ def main() -> None:
     """Entry point for `tune run`, `torchrun -m` and `python -m`."""
     try:
         code = run(sys.argv[1:])
-    except distributed.Stop as stop:
+    except Stop as stop:
         code = stop.code
     sys.exit(code)
 

@@ -1,0 +1,224 @@
+"""Processes that belong together: who they are, and agreeing before work.
+
+Everything before and beside the process group goes over the rendezvous store: it works before any collective
+does, names who is missing, and cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ppl_eval.reports import find_problem
+
+T = TypeVar("T")
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+FIRST_PHASE = "settings"
+ABORT = "abort"
+POLL = timedelta(seconds=1)
+
+
+class Stop(Exception):
+    """Ends this process without another word: the reason was already printed, here or by another rank."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, as one of them sees them.
+
+    Attributes:
+        rank: number of this process.
+        world_size: processes of the run.
+        local_rank: number of this process on its node.
+        local_world_size: processes of this node.
+        node: number of this node, as the launcher counts.
+        host: its name.
+        store: key-value store that all of them share.
+        timeout: how long a process waits for another.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    host: str
+    store: dist.Store
+    timeout: timedelta
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the run, as the launcher counts them."""
+        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+    @property
+    def where(self) -> str:
+        """This process, for messages."""
+        return f"rank {self.rank} on {self.host}"
+
+    def say(self, message: str) -> None:
+        """One line on rank 0."""
+        if self.rank == 0:
+            print(message, file=sys.stderr, flush=True)
+
+    def agree(
+        self, phase: str, work: Callable[[], T], facts: Callable[[T], Mapping[str, Any]] = lambda _: {}
+    ) -> T:
+        """Do something on every rank, and go on only if all of them could and all came to the same facts.
+
+        What goes wrong is printed once, by rank 0, however many ranks it hits.
+
+        Args:
+            phase: name of the step; used once a run.
+            work: the step. A ValueError or OSError it raises is for the person; any other exception passes
+                through.
+            facts: what must be equal on all ranks, by name; JSON values.
+
+        Returns:
+            What ``work`` returned.
+
+        Raises:
+            Stop: if a rank failed, is missing, or differs.
+        """
+        value = None
+        report: dict[str, Any] = {"host": self.host, "error": None, "facts": {}}
+        try:
+            value = work()
+            report["facts"] = {key: json.dumps(fact, sort_keys=True) for key, fact in facts(value).items()}
+        except (ValueError, OSError) as error:
+            report["error"] = str(error)
+        self.store.set(f"{phase}/report/{self.rank}", json.dumps(report))
+        if self.rank == 0:
+            problem = find_problem(self._gather_reports(phase))
+            if problem:
+                print(f"\nerror: {problem}", file=sys.stderr, flush=True)
+            # Only now may the others go: the launcher ends rank 0 as soon as one of them does.
+            self.store.set(f"{phase}/verdict", "stop" if problem else "go")
+        self._wait([f"{phase}/verdict"], f"the verdict of rank 0 on {phase!r}")
+        if self.store.get(f"{phase}/verdict") != b"go":
+            raise Stop(EXIT_BAD_INPUT)
+        return value  # type: ignore[return-value]
+
+    def once_per_node(self, name: str, work: Callable[[], str]) -> str:
+        """Let one process of each node do something, and tell its neighbours what came of it.
+
+        Args:
+            name: name of the step; used once a run.
+            work: the step, which returns text (a path, for example).
+
+        Returns:
+            What ``work`` returned on this node.
+
+        Raises:
+            ValueError: with the message of the one that ``work`` raised, on every rank of the node.
+        """
+        key = f"{name}/node/{self.node}"
+        if self.local_rank == 0:
+            try:
+                answer = {"value": work()}
+            except (ValueError, OSError) as error:
+                answer = {"error": str(error)}
+            self.store.set(key, json.dumps(answer))
+        else:
+            self._wait([key], f"local rank 0 of {self.host} to finish {name!r}")
+            answer = json.loads(self.store.get(key))
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["value"]
+
+    def announce_failure(self, message: str) -> bool:
+        """Tell all ranks that the run has failed.
+
+        Returns:
+            Whether this rank was the first to say so, and should print why: errors that follow from another
+            rank's are noise.
+        """
+        mine = json.dumps({"where": self.where, "host": self.host, "message": message})
+        try:
+            return json.loads(self.store.compare_set(ABORT, "", mine))["where"] == self.where
+        except (dist.DistError, RuntimeError):
+            return True  # The store is gone: nobody else may be left to say it.
+
+    def _gather_reports(self, phase: str) -> list[dict[str, Any] | None]:
+        keys = [f"{phase}/report/{rank}" for rank in range(self.world_size)]
+        first_contact = phase == FIRST_PHASE
+        self._wait(keys, f"all ranks to finish {phase!r}", give_up=first_contact)
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+
+    def _wait(self, keys: list[str], what: str, give_up: bool = False) -> None:
+        # Work before the reports may rightly take long (a big model from a slow disk), so only the first
+        # contact gives up. A rank that fails ends this wait through the launcher or the abort watch.
+        waited = timedelta()
+        for key in keys:
+            while not self.store.check([key]):
+                try:
+                    self.store.wait([key], POLL)
+                except (dist.DistStoreError, RuntimeError):
+                    waited += POLL
+                    if give_up and waited >= self.timeout:
+                        return
+                    if waited.seconds % max(1, int(self.timeout.total_seconds())) == 0:
+                        print(
+                            f"{self.where}: still waiting for {what}, {waited.seconds} s so far",
+                            file=sys.stderr,
+                            flush=True,
+                        )
+
+
+def connect(timeout_seconds: float) -> World:
+    """Find the other processes of the run, by the variables that torchrun sets; without them, one process.
+
+    Raises:
+        Stop: if the rendezvous store cannot be reached; said by every rank, since none can know of the
+            others.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    env, host = os.environ, socket.gethostname()
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in env and "WORLD_SIZE" in env:
+        try:
+            store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
+        except (ValueError, RuntimeError) as error:
+            address = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+            print(
+                f"\nerror: rank {env['RANK']} on {host} cannot reach the rendezvous store at {address}"
+                f" (MASTER_ADDR, MASTER_PORT): {error}",
+                file=sys.stderr,
+            )
+            raise Stop(EXIT_FAILED) from error
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+        node=env.get("GROUP_RANK", host),
+        host=host,
+        store=store,
+        timeout=timeout,
+    )
+
+
+def environment_facts(world: World, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal on all ranks before anything else is worth trying."""
+    return {
+        "torch version": torch.__version__,
+        "world size": world.world_size,
+        **{f"config key {name}": value for name, value in config.items()},
+    }

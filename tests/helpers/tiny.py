@@ -1,0 +1,117 @@
+"""A tiny random model with a tokenizer of its own, as a Hugging Face style folder, and the config that scores
+it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 320
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 64,
+    "max_seq_len": 256,
+    "intermediate_dim": 128,
+    "rope_base": 10000,
+    "norm_eps": 1e-5,
+    "scale_factor": 1,
+}
+TEXT = "\n".join(
+    f"Line {i}: the quick brown fox, number {i * i}, jumps over {i % 7} lazy dogs; naïve café 漢字 🙂."
+    for i in range(120)
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE trained on ``TEXT``, with BOS 0 and EOS 1."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "add_bos_token": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def write_model(folder: Path, seed: int = 0) -> Any:
+    """Write a random llama with tied embeddings by transformers; its logits are far from uniform. Returns the
+    model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=SHAPE["embed_dim"],
+        intermediate_size=SHAPE["intermediate_dim"],
+        num_hidden_layers=SHAPE["num_layers"],
+        num_attention_heads=SHAPE["num_heads"],
+        num_key_value_heads=SHAPE["num_kv_heads"],
+        max_position_embeddings=SHAPE["max_seq_len"],
+        rms_norm_eps=SHAPE["norm_eps"],
+        rope_theta=float(SHAPE["rope_base"]),
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                parameter.normal_(0, 0.6)
+            elif parameter.dim() == 2:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def write_config(path: Path, folder: Path, text: Path, **keys: Any) -> Path:
+    """A config that scores ``text`` with the tiny model of ``folder``.
+
+    Args:
+        path: the file to write.
+        folder: as ``write_model`` and ``write_tokenizer`` left it.
+        text: a text file.
+        **keys: keys at the top of the config, over the defaults here.
+    """
+    config = {
+        "output_dir": str(path.parent / "out"),
+        "model": {"_component_": "torchtune.models.llama3_2.llama3_2", **SHAPE},
+        "tokenizer": {
+            "_component_": "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
+            "tokenizer_json_path": str(folder / "tokenizer.json"),
+            "tokenizer_config_json_path": str(folder / "tokenizer_config.json"),
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(folder),
+            "checkpoint_files": ["model.safetensors"],
+            "model_type": "LLAMA3_2",
+        },
+        "dataset": {"_component_": "ppl_eval.data.text_files", "paths": [str(text)]},
+        "protocol": {"_component_": "ppl_eval.protocols.disjoint", "max_seq_len": 64},
+        "batch_size": 2,
+        "device": "cpu",
+        "dtype": "fp32",
+        **keys,
+    }
+    OmegaConf.save(OmegaConf.create(config), path)
+    return path
