@@ -94,11 +94,13 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.progress import Progress
         from ppl_eval.sampler import ExactDistributedSampler
         from ppl_eval.scoring import score_batch
-        from ppl_eval.totals import FloatSum, Totals, resolve_precision
+        from ppl_eval.tally import Tally
+        from ppl_eval.totals import FloatSum, resolve_precision
 
-        plan, world = self.plan, self.world
-        totals = Totals()
-        self.precision = resolve_precision(self.settings.aggregation["precision"], self.expected_tokens)
+        plan, world, settings = self.plan, self.world, self.settings
+        self.tally = Tally(plan, self.data, settings)
+        totals = self.tally.run.totals
+        self.precision = resolve_precision(settings.aggregation["precision"], self.expected_tokens)
         rounded_nll = None if self.precision == "exact" else FloatSum(self.precision)
         sampler = ExactDistributedSampler(plan.num_batches, world.world_size, world.rank)
         loader = StatefulDataLoader(
@@ -113,8 +115,7 @@ class DistributedPPLEvalRecipe:
             for batch in loader:
                 scores = score_batch(self.model.scorer, batch, self.device)
                 self._check_finite(batch, scores.nll_sum_B)
-                totals.add(scores, batch.weights_B)
-                totals.scored_lanes += batch.scored_lanes
+                self.tally.add(batch, scores)
                 if rounded_nll is not None:
                     rounded_nll.add(scores.nll_sum_B)
                 progress.update(totals)
@@ -124,7 +125,8 @@ class DistributedPPLEvalRecipe:
         totals.expected_lanes = expected_lanes(plan, self.data, world.rank, world.world_size)
 
         begin = time.monotonic()
-        self.totals = Totals.unpack(distributed.all_reduce_sum(totals.pack(), self.device))
+        self.tally.reduce(self.add_over_ranks)
+        self.totals = self.tally.run.totals
         self.rounded_nll = None
         if rounded_nll is not None:
             self.rounded_nll = float(distributed.all_reduce_sum(rounded_nll.value.reshape(1), self.device)[0])
@@ -139,6 +141,7 @@ class DistributedPPLEvalRecipe:
         """
         from ppl_eval import baseline, report, results
 
+        results.write_records(self)
         per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
         if self.world.rank != 0:
             return 0
@@ -163,7 +166,7 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read_inputs(self) -> None:
-        from ppl_eval import baseline, bos, denominators, models, paths, plan, report, tokenizer, tokens
+        from ppl_eval import baseline, bos, models, paths, plan, report, tokenizer, tokens
 
         settings, world = self.settings, self.world
         begin = time.monotonic()
@@ -198,12 +201,8 @@ class DistributedPPLEvalRecipe:
         self.plan = plan.make_plan(
             self.protocol, self.data.offsets_D1, settings.batch_size, settings.max_windows
         )
-        if self.protocol.notes is not None and self.plan.is_whole:
-            self.notes += self.protocol.notes(self.plan.length_D)
+        self.notes += self.plan.notes()
         self.expected_tokens = self.plan.expected_targets()
-        self.denominators = (
-            denominators.covered_text(self.plan, self.data, self.encoder) if world.rank == 0 else (None, None)
-        )
         self.timing["data_seconds"] = time.monotonic() - begin
         self._log_rank_zero(
             f"{self.data.num_tokens:,} tokens in {self.data.num_documents:,} documents:"
@@ -239,6 +238,10 @@ class DistributedPPLEvalRecipe:
                 f" {self.plan.num_windows}{'' if counted else ' (and not the same ones)'}: a fault in this"
                 " program. No result was written"
             )
+
+    def add_over_ranks(self, vector: np.ndarray) -> np.ndarray:
+        """Sum a vector over all ranks."""
+        return distributed.all_reduce_sum(vector, self.device)
 
     def _log_rank_zero(self, message: str) -> None:
         if self.world.rank == 0:

@@ -39,6 +39,8 @@ class TokenData:
         notes: what a reader of the result must know (empty documents, adjusted values).
         labels: ``tokens`` with -100 where a token is never a scored target (not shifted); None where every
             token may be scored.
+        domains: names of the domains; one where nobody named any.
+        domain_D: index of each document's domain; int32. None where there is one.
     """
 
     tokens: npt.NDArray[Any]
@@ -49,6 +51,8 @@ class TokenData:
     fingerprint: dict[str, Any]
     notes: tuple[str, ...] = ()
     labels: npt.NDArray[np.int32] | None = None
+    domains: tuple[str, ...] = ("all",)
+    domain_D: npt.NDArray[np.int32] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -39,12 +38,25 @@ class WindowScores(NamedTuple):
         nll_sq_sum_B: sum of the squared per-token NLL, nats^2; float64.
         num_tokens_B: scored targets; int64.
         num_correct_B: scored targets that were the most likely token; int64.
+        nll_BT: NLL of each target, nats, 0 where none is scored; float64. None if it is not kept.
+        correct_BT: whether each scored target was the most likely token; int64. None likewise.
     """
 
     nll_sum_B: FloatArray
     nll_sq_sum_B: FloatArray
     num_tokens_B: IntArray
     num_correct_B: IntArray
+    nll_BT: FloatArray | None = None
+    correct_BT: IntArray | None = None
+
+    def subset(self, chosen_B: npt.NDArray[np.bool_]) -> WindowScores:
+        """The sums of some of the windows."""
+        return WindowScores(
+            self.nll_sum_B[chosen_B],
+            self.nll_sq_sum_B[chosen_B],
+            self.num_tokens_B[chosen_B],
+            self.num_correct_B[chosen_B],
+        )
 
 
 def to_fixed(values: FloatArray) -> int:
@@ -99,9 +111,6 @@ class Totals:
     Attributes:
         nll_fixed: NLL of all scored targets, nats.
         token_nll_sq_fixed: sum over tokens of the squared NLL, nats^2.
-        window_nll_sq_fixed: sum over windows of the squared window NLL, nats^2.
-        window_nll_tokens_fixed: sum over windows of window NLL times window tokens.
-        window_tokens_sq: sum over windows of the squared number of tokens.
         weighted_nll_fixed: sum over windows of the mean NLL of their tokens times the window's weight, nats;
             for protocols with ``window_weights``.
         window_weights: sum of these weights.
@@ -114,9 +123,6 @@ class Totals:
 
     nll_fixed: int = 0
     token_nll_sq_fixed: int = 0
-    window_nll_sq_fixed: int = 0
-    window_nll_tokens_fixed: int = 0
-    window_tokens_sq: int = 0
     weighted_nll_fixed: int = 0
     window_weights: int = 0
     num_tokens: int = 0
@@ -130,9 +136,6 @@ class Totals:
         tokens = scores.num_tokens_B
         self.nll_fixed += to_fixed(scores.nll_sum_B)
         self.token_nll_sq_fixed += to_fixed(scores.nll_sq_sum_B)
-        self.window_nll_sq_fixed += to_fixed(scores.nll_sum_B**2)
-        self.window_nll_tokens_fixed += to_fixed(scores.nll_sum_B * tokens)
-        self.window_tokens_sq += int((tokens * tokens).sum())
         self.num_tokens += int(tokens.sum())
         self.num_windows += len(tokens)
         self.num_correct += int(scores.num_correct_B.sum())
@@ -140,6 +143,12 @@ class Totals:
             mean_B = scores.nll_sum_B / np.maximum(tokens, 1)
             self.weighted_nll_fixed += to_fixed(mean_B * weights_B)
             self.window_weights += int(weights_B.sum())
+
+    def add_tokens(self, nll_N: FloatArray, correct_N: IntArray) -> None:
+        """Add single tokens (of a position bucket): only NLL, tokens and the most likely ones are summed."""
+        self.nll_fixed += to_fixed(nll_N)
+        self.num_tokens += len(nll_N)
+        self.num_correct += int(correct_N.sum())
 
     def pack(self) -> IntArray:
         """All sums as one int64 vector, which may be added over ranks elementwise."""
@@ -188,30 +197,6 @@ class Totals:
     def ce_loss(self) -> float:
         """NLL per scored token in nats, divided once."""
         return self.nll_fixed / (self.num_tokens << FRACTION_BITS)
-
-    def ce_loss_stderr(self) -> float | None:
-        """Standard error of ``ce_loss``, with windows as blocks: tokens of one window are not independent of
-        each other.
-
-        The ratio estimator's delta-method variance (Cochran, "Sampling Techniques", 3rd ed., section 2.11):
-        with W windows of n_w tokens and NLL y_w, r = sum y / sum n and Var(r) = W/(W-1) * sum (y_w - r n_w)^2
-        / (sum n)^2.
-
-        Returns:
-            The standard error in nats per token; None with fewer than two windows.
-        """
-        if self.num_windows < 2:
-            return None
-        unit = 1 << FRACTION_BITS
-        ratio = Fraction(self.nll_fixed, self.num_tokens * unit)
-        residual_sq = (
-            Fraction(self.window_nll_sq_fixed, unit)
-            - 2 * ratio * Fraction(self.window_nll_tokens_fixed, unit)
-            + ratio * ratio * self.window_tokens_sq
-        )
-        variance = residual_sq * self.num_windows / ((self.num_windows - 1) * self.num_tokens**2)
-        # The squares were rounded before they were added, so equal windows may leave a residue below zero.
-        return float(max(variance, Fraction(0))) ** 0.5
 
 
 class FloatSum:
