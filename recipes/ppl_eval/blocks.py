@@ -20,7 +20,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ppl_eval.totals import FRACTION_BITS, FloatArray, from_limbs, to_fixed, to_limbs
+from ppl_eval.totals import FRACTION_BITS, NUM_LIMBS, FloatArray, from_limbs, to_fixed, to_limbs
 from ppl_eval.windows import IntArray
 
 MOST_BLOCKS = 32
@@ -73,12 +73,12 @@ class Blocks:
 
     def pack(self) -> IntArray:
         """All sums as one int64 vector, which may be added over ranks elementwise."""
-        limbs = [to_limbs(value) for value in self.nll_fixed]
-        return np.array([[*limb, n] for limb, n in zip(limbs, self.num_tokens, strict=True)]).ravel()
+        rows = [[*to_limbs(nll), n] for nll, n in zip(self.nll_fixed, self.num_tokens, strict=True)]
+        return np.array(rows, dtype=np.int64).ravel()
 
     def unpack(self, vector: IntArray) -> None:
         """Take over a sum of ``pack`` vectors."""
-        rows = vector.reshape(len(self.starts), -1)
+        rows = vector.reshape(len(self.starts), NUM_LIMBS + 1)
         self.nll_fixed = [from_limbs(row[:-1].tolist()) for row in rows]
         self.num_tokens = [int(row[-1]) for row in rows]
 

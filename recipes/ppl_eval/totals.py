@@ -23,7 +23,7 @@ FRACTION_BITS = 96
 _LIMB_BITS = 32
 _LIMB = 1 << _LIMB_BITS
 # 96 fractional bits, 62 bits of value and 2^40 windows, with the sign, fit in 7 limbs.
-_NUM_LIMBS = 7
+NUM_LIMBS = 7
 _LARGEST = float(1 << 62)
 
 FloatArray = npt.NDArray[np.float64]
@@ -85,7 +85,7 @@ def to_limbs(fixed: int) -> list[int]:
     """Split a (signed) integer into limbs of 32 bits, least significant first; the last one carries the
     sign."""
     limbs = []
-    for _ in range(_NUM_LIMBS - 1):
+    for _ in range(NUM_LIMBS - 1):
         limbs.append(fixed & (_LIMB - 1))
         fixed >>= _LIMB_BITS
     assert -(1 << 31) <= fixed < (1 << 31), "a total outgrew its limbs"
@@ -169,8 +169,8 @@ class Totals:
         out = cls()
         for spec in dataclasses.fields(cls):
             if isinstance(getattr(out, spec.name), int):
-                setattr(out, spec.name, from_limbs(limbs[:_NUM_LIMBS]))
-                limbs = limbs[_NUM_LIMBS:]
+                setattr(out, spec.name, from_limbs(limbs[:NUM_LIMBS]))
+                limbs = limbs[NUM_LIMBS:]
             else:
                 pairs, limbs = limbs[: 2 * LANES], limbs[2 * LANES :]
                 lanes = [from_limbs(pairs[i : i + 2]) % (1 << 64) for i in range(0, 2 * LANES, 2)]

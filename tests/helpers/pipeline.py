@@ -135,7 +135,7 @@ def score(
         weights: Callable | None = protocol.window_weights
         totals.add(scores, weights(plan.batch_windows(index)) if weights else None)
         found.append(scores)
-    windows = WindowScores(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    windows = WindowScores(*(np.concatenate(column) for column in zip(*(s[:4] for s in found), strict=True)))
     assert totals.num_tokens == plan.expected_targets()
     figures = protocol.figures(totals.scored_sums(int(data.num_words_D.sum()))) if protocol.figures else {}
     return Scored(totals, data, windows, figures, notes)
