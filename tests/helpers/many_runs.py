@@ -3,19 +3,27 @@
 An argument list may start with "reversed": then this rank runs its batches from the last to the first.
 """
 
+import dataclasses
 import json
-import os
 import sys
 from pathlib import Path
+
+import torch.distributed as dist
 
 import distributed_ppl_eval
 from ppl_eval.sampler import ExactDistributedSampler
 
 forward = ExactDistributedSampler.__iter__
+connect = distributed_ppl_eval.connect
 
-for attempt, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-    # The store's keys are kept apart by the launcher's attempt number.
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+for number, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+
+    def connect_apart(timeout_seconds, prefix=f"run{number}"):
+        # Every run must find the store empty, as a process of its own would.
+        world = connect(timeout_seconds)
+        return dataclasses.replace(world, store=dist.PrefixStore(prefix, world.store))
+
+    distributed_ppl_eval.connect = connect_apart
     ExactDistributedSampler.__iter__ = forward
     if argv[0] == "reversed":
         argv = argv[1:]
