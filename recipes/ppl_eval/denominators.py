@@ -30,30 +30,28 @@ def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> CoveredTe
     and measured.
 
     Returns:
-        None where the protocol leaves out text in between.
+        None where the protocol leaves out text in between, or there is no text (token files, samples).
     """
-    if not plan.protocol.covers_text:
+    if not plan.protocol.covers_text or data.num_bytes_D is None or data.num_words_D is None:
         return None
-    num_windows_D = plan.windows_per_document()
+    separator, num_bos = plan.protocol.word_separator, len(data.fingerprint["bos_tokens"])
+    length_D, num_windows_D = plan.length_D, plan.windows_per_document()
     num_documents = len(num_windows_D)
     num_bytes_D = np.where(num_windows_D > 0, data.num_bytes_D[:num_documents], 0)
     num_words_D = np.where(num_windows_D > 0, data.num_words_D[:num_documents], 0)
     document_K = np.flatnonzero(num_windows_D)
-    length_K = plan.length_D[document_K]
+    length_K = length_D[document_K]
     stop_K = plan.protocol.locate(length_K, num_windows_D[document_K] - 1)[2]
     for document, stop in zip(document_K[stop_K < length_K], stop_K[stop_K < length_K], strict=True):
-        num_bytes, num_words = _head(data, encoder, int(document), int(stop), plan.protocol.word_separator)
-        num_bytes_D[document], num_words_D[document] = num_bytes, num_words
+        if stop < length_D[document] / 2:
+            begin = int(data.offsets_D1[document])
+            kept = encoder.decode(data.tokens[begin + num_bos : begin + stop].tolist())
+            num_bytes_D[document], num_words_D[document] = len(kept.encode()), count_words(kept, separator)
+        else:
+            end = int(data.offsets_D1[document + 1])
+            left_out = encoder.decode(data.tokens[end - length_D[document] + stop : end].tolist())
+            num_bytes_D[document] -= len(left_out.encode())
+            num_words_D[document] -= (
+                len(left_out.split()) if separator == "white_space" else left_out.count(" ")
+            )
     return CoveredText(num_bytes_D, num_words_D)
-
-
-def _head(data: TokenData, encoder: TextEncoder, document: int, stop: int, separator: str) -> tuple[int, int]:
-    begin, end = int(data.offsets_D1[document]), int(data.offsets_D1[document + 1])
-    if stop < (end - begin) / 2:
-        num_bos = len(data.fingerprint["bos_tokens"])
-        kept = encoder.decode(data.tokens[begin + num_bos : begin + stop].tolist())
-        return len(kept.encode()), count_words(kept, separator)
-    left_out = encoder.decode(data.tokens[begin + stop : end].tolist())
-    fewer = len(left_out.split()) if separator == "white_space" else left_out.count(" ")
-    num_bytes, num_words = int(data.num_bytes_D[document]), int(data.num_words_D[document])
-    return num_bytes - len(left_out.encode()), num_words - fewer
