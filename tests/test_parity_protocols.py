@@ -116,11 +116,11 @@ def test_strided_is_the_documentation_loop(
     models, tokenizer, encoder, tmp_path: Path, max_seq_len, stride
 ) -> None:
     model, decoder = models
-    tokens = tokenizer("\n\n".join(text for text in TEXTS if text)).input_ids
+    tokens = tokenizer("\n\n".join(TEXTS)).input_ids
     # With windows side by side, a last one of a single token makes the script's mean NaN.
     assert len(tokens) % max_seq_len != 1
     published, exact = documentation_script(model, tokens, max_seq_len, stride)
-    source = texts(*(text for text in TEXTS if text))
+    source = texts(*TEXTS)
     ours = score(protocols.strided(max_seq_len, stride), source, encoder, decoder, tmp_path)
     close(ours.totals.ce_loss(), exact)
     as_published = protocols.strided(max_seq_len, stride, weighting="hf_doc")
@@ -136,14 +136,14 @@ def test_strided_is_the_documentation_loop(
 def test_disjoint_is_the_loop_of_gptq_and_awq(models, tokenizer, encoder, tmp_path: Path) -> None:
     model, decoder = models
     size = 32
-    ids = torch.tensor([tokenizer("\n\n".join(text for text in TEXTS if text)).input_ids])
+    ids = torch.tensor([tokenizer("\n\n".join(TEXTS)).input_ids])
     means = []
     for i in range(ids.numel() // size):
         window = ids[:, i * size : (i + 1) * size]
         logits = model(window).logits[:, :-1].float()
         means.append(F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten()).double() * size)
     reference = torch.exp(torch.stack(means).sum() / (len(means) * size))
-    source = texts(*(text for text in TEXTS if text))
+    source = texts(*TEXTS)
     ours = score(protocols.disjoint(size), source, encoder, decoder, tmp_path)
     close(math.exp(ours.totals.ce_loss()), float(reference))
     assert ours.totals.num_tokens == len(means) * (size - 1)
@@ -152,9 +152,9 @@ def test_disjoint_is_the_loop_of_gptq_and_awq(models, tokenizer, encoder, tmp_pa
 def test_bos_before_each_window(models, tokenizer, encoder, tmp_path: Path) -> None:
     model, decoder = models
     size = 32
-    tokens = tokenizer("\n\n".join(text for text in TEXTS if text), add_special_tokens=False).input_ids
+    tokens = tokenizer("\n\n".join(TEXTS), add_special_tokens=False).input_ids
     nll = [nll_of(model, [0, *tokens[b : b + size]]) for b in range(0, len(tokens) - size + 1, size)]
-    source = texts(*(text for text in TEXTS if text))
+    source = texts(*TEXTS)
     ours = score(protocols.disjoint(size, bos="each_window"), source, encoder, decoder, tmp_path)
     close(ours.totals.nll_sum, float(np.concatenate(nll).sum()))
     assert ours.totals.num_tokens == len(nll) * size
@@ -201,7 +201,7 @@ def test_megatron_is_its_overlapping_evaluation(
         padded = window + [tokenizer.eos_token_id] * (size + 1 - len(window))
         nll_sum += float((nll_of(model, padded) * mask).sum())
     num_words = len(raw.strip().split(" "))
-    ours = score(protocols.megatron(size, overlap), texts(*TEXTS), encoder, decoder, tmp_path)
+    ours = score(protocols.megatron(size, overlap), texts(raw), encoder, decoder, tmp_path)
     close(ours.totals.ce_loss(), nll_sum / num_targets)
     assert ours.totals.num_tokens == num_targets
     close(

@@ -13,6 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ppl_eval import protocols
 from ppl_eval.bos import check_bos_tokens, for_tokenizer, prefix_token
+from ppl_eval.encoders import Encoding
 from ppl_eval.plan import make_plan
 from ppl_eval.tokenizer import TextEncoder
 from ppl_eval.tokens import TokenData
@@ -40,7 +41,7 @@ def once(protocol: Protocol, length: int) -> list[int]:
 
 def encoder(adds_bos: bool = False, bos_id: int | None = BOS, eos_id: int | None = EOS) -> TextEncoder:
     return TextEncoder(
-        encode=lambda text: np.array([], dtype=np.int64),
+        encoding=Encoding(lambda text: np.array([], dtype=np.int64)),
         decode=str,
         bos_id=bos_id,
         eos_id=eos_id,

@@ -97,7 +97,8 @@ def megatron(
     Args:
         max_seq_len: L, tokens that the model sees at once.
         overlap_stride: O, the reference's ``--overlapping-eval``, from 1 to L; None is L, as there.
-        join: text between documents; the reference reads one file as it is.
+        join: text between documents; the reference reads one file as it is. (Words are counted document by
+            document, so that one file must be one document to give its ``adjusted_perplexity``.)
         bos: BOS policy.
 
     Raises:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from ppl_eval.batches import WindowBatches
 from ppl_eval.bos import check_bos_tokens, for_tokenizer, prefix_token
 from ppl_eval.data import TextSource
+from ppl_eval.encoders import Encoding
 from ppl_eval.plan import make_plan
 from ppl_eval.scoring import ScoringModel, window_scores
 from ppl_eval.tokenizer import TextEncoder
@@ -79,7 +80,9 @@ def tiny_tokenizer(text: str, adds_bos: bool) -> PreTrainedTokenizerFast:
 def encoder_of(tokenizer: PreTrainedTokenizerFast, adds_bos: bool) -> TextEncoder:
     """The tokenizer as the recipe sees it."""
     return TextEncoder(
-        encode=lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64),
+        encoding=Encoding(
+            lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        ),
         decode=tokenizer.decode,
         bos_id=tokenizer.bos_token_id,
         eos_id=tokenizer.eos_token_id,
