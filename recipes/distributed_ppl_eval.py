@@ -99,11 +99,13 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.progress import Progress
         from ppl_eval.sampler import ExactDistributedSampler
         from ppl_eval.scoring import score_batch
-        from ppl_eval.totals import FloatSum, Totals, resolve_precision
+        from ppl_eval.tally import Tally
+        from ppl_eval.totals import FloatSum, resolve_precision
 
-        plan, world = self.plan, self.world
-        totals = Totals()
-        self.precision = resolve_precision(self.settings.aggregation["precision"], self.expected_tokens)
+        plan, world, settings = self.plan, self.world, self.settings
+        self.tally = Tally(plan, self.data, settings)
+        totals = self.tally.run.totals
+        self.precision = resolve_precision(settings.aggregation["precision"], self.expected_tokens)
         rounded_nll = None if self.precision == "exact" else FloatSum(self.precision)
         dims = self.dims
         dp_rank, counted = dims.dp_rank(world.rank), dims.is_counted(world.rank)
@@ -112,7 +114,7 @@ class DistributedPPLEvalRecipe:
             plan.num_batches, dims.dp_degree, dp_rank, equal_steps=dims.dp_shard > 1
         )
         loader = StatefulDataLoader(
-            WindowBatches(plan, self.data), batch_size=None, sampler=sampler, num_workers=0
+            WindowBatches(plan, self.data, self.prefix_token), batch_size=None, sampler=sampler, num_workers=0
         )
         progress = Progress(self.expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
 
@@ -123,8 +125,7 @@ class DistributedPPLEvalRecipe:
                 self._check_finite(batch, scores.nll_sum_B)
                 if not counted:
                     continue  # A peer scored the same windows, and counts them.
-                totals.add(scores)
-                totals.scored_lanes += batch.scored_lanes
+                self.tally.add(batch, scores)
                 if rounded_nll is not None:
                     rounded_nll.add(scores.nll_sum_B)
                 progress.update(totals)
@@ -135,7 +136,8 @@ class DistributedPPLEvalRecipe:
             totals.expected_lanes = expected_lanes(plan, self.data, dp_rank, dims.dp_degree)
 
         begin = time.monotonic()
-        self.totals = Totals.unpack(distributed.all_reduce_sum(totals.pack(), self.device))
+        self.tally.reduce(self.add_over_ranks)
+        self.totals = self.tally.run.totals
         self.rounded_nll = None
         if rounded_nll is not None:
             self.rounded_nll = float(distributed.all_reduce_sum(rounded_nll.value.reshape(1), self.device)[0])
@@ -150,6 +152,7 @@ class DistributedPPLEvalRecipe:
         """
         from ppl_eval import baseline, report, results
 
+        results.write_records(self)
         per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
         if self.world.rank != 0:
             return 0
@@ -174,7 +177,7 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read_inputs(self) -> None:
-        from ppl_eval import baseline, batches, denominators, models, paths, plan, report, tokenizer, tokens
+        from ppl_eval import baseline, batches, bos, models, paths, plan, report, tokenizer, tokens
 
         settings, world = self.settings, self.world
         begin = time.monotonic()
@@ -188,26 +191,31 @@ class DistributedPPLEvalRecipe:
         self.encoder = tokenizer.wrap_tokenizer(
             instantiate("tokenizer", settings.tokenizer), settings.tokenizer
         )
-        self.protocol = instantiate("protocol", settings.protocol)
+        self.protocol = bos.for_tokenizer(instantiate("protocol", settings.protocol), self.encoder)
+        self.prefix_token = bos.prefix_token(self.protocol, self.encoder)
         models.check_fit(self.decoder, self.protocol.max_seq_len, self.encoder.vocab_size)
         source = instantiate("dataset", settings.dataset)
         folder = world.once_per_node(
             "tokens",
             lambda: str(
                 tokens.prepare_tokens(
-                    source, self.encoder, self.protocol.join, self.protocol.bos, paths.home() / "tokens"
+                    source,
+                    self.encoder,
+                    self.protocol.join,
+                    self.protocol.bos,
+                    paths.home() / "tokens",
+                    self.protocol.word_separator,
                 )
             ),
         )
         self.source, self.data = source, tokens.open_tokens(Path(folder))
         self.notes += self.data.notes
+        self.notes += bos.check_bos_tokens(self.protocol, self.data, self.encoder)
         self.plan = plan.make_plan(
             self.protocol, self.data.offsets_D1, settings.batch_size, settings.max_windows
         )
+        self.notes += self.plan.notes()
         self.expected_tokens = self.plan.expected_targets() - batches.masked_targets(self.plan, self.data)
-        self.denominators = (
-            denominators.covered_text(self.plan, self.data, self.encoder) if world.rank == 0 else (None, None)
-        )
         self.timing["data_seconds"] = time.monotonic() - begin
         self._log_rank_zero(
             f"{self.data.num_tokens:,} tokens in {self.data.num_documents:,} documents:"
@@ -251,6 +259,10 @@ class DistributedPPLEvalRecipe:
                 f" {self.plan.num_windows}{'' if counted else ' (and not the same ones)'}: a fault in this"
                 " program. No result was written"
             )
+
+    def add_over_ranks(self, vector: np.ndarray) -> np.ndarray:
+        """Sum a vector over all ranks."""
+        return distributed.all_reduce_sum(vector, self.device)
 
     def _log_rank_zero(self, message: str) -> None:
         if self.world.rank == 0:

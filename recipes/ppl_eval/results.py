@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ppl_eval import coverage, metrics, report
+from ppl_eval import coverage, denominators, metrics, records, report
 from ppl_eval.environment import peak_memory_bytes, versions
 
 if TYPE_CHECKING:
@@ -35,10 +36,11 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
     """
     settings, totals, data, plan = recipe.settings, recipe.totals, recipe.data, recipe.plan
     columns = {name: per_rank[:, i].tolist() for i, name in enumerate(_ROW)}
+    covered = denominators.covered_text(plan, data, recipe.encoder)
     quantization = recipe.model.quantization
     return {
         "schema": report.SCHEMA,
-        **metrics.figures(totals, *recipe.denominators),
+        **metrics.all_figures(recipe.tally, recipe.protocol, data, covered),
         "num_documents": data.num_documents,
         "coverage": {
             "expected_tokens": recipe.expected_tokens,
@@ -50,7 +52,8 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             "name": recipe.protocol.name,
             **recipe.protocol.parameters,
             "bos_tokens": data.fingerprint["bos_tokens"],
-            "denominator": "scored tokens",
+            "prefix_token": recipe.prefix_token,
+            "denominator": recipe.protocol.denominator,
         },
         "plan": {
             "batch_size": plan.batch_size,
@@ -99,6 +102,22 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
         "versions": versions(),
         "notes": recipe.notes,
     }
+
+
+def write_records(recipe: DistributedPPLEvalRecipe) -> None:
+    """Write what each window and document scored, where asked for; all ranks take part."""
+    settings = recipe.settings
+    if recipe.tally.records is not None:
+        records.write(
+            Path(settings.output_dir) if recipe.world.rank == 0 else None,
+            recipe.tally.records,
+            recipe.plan,
+            recipe.data,
+            denominators.covered_text(recipe.plan, recipe.data, recipe.encoder),
+            recipe.add_over_ranks,
+            per_window=settings.per_window,
+            per_document=settings.per_document,
+        )
 
 
 def _aggregation(recipe: DistributedPPLEvalRecipe) -> dict[str, Any]:

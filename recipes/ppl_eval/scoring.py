@@ -184,4 +184,6 @@ def window_scores(
         np.square(nll_BT).sum(axis=1)[:num_windows],
         scored_BT.sum(axis=1, dtype=np.int64)[:num_windows],
         correct_BT.sum(axis=1)[:num_windows],
+        nll_BT[:num_windows],
+        correct_BT[:num_windows],
     )
