@@ -1,6 +1,8 @@
 """Tiny random models of every family, written by transformers and scored by both sides."""
 
+import functools
 import inspect
+import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
@@ -18,6 +19,7 @@ from ppl_eval.checkpoints import load_state_dict
 from ppl_eval.config_check import model_arguments
 from ppl_eval.families import FAMILIES, Family, correct
 from ppl_eval.scoring import ScoringModel
+from ppl_eval.weights import load_into
 
 WINDOW = 16
 SHORT, LONG = 11, 81  # inputs; below and well above WINDOW
@@ -49,6 +51,8 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 8.0],
 }
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="family_models")
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,10 @@ CASES = [
 class Float64(TorchFunctionMode):
     """Lets code that asks for float32 have float64, so that both sides compute the same formulas in float64.
 
-    Both libraries ask for float32 by name in places (norms, RoPE tables, softmax), whatever the model's dtype. Inside
-    this mode every such request, `.float()` or `dtype=torch.float32`, is met with float64, and nothing else changes.
-    With `strict`, a tensor that is float32 all the same raises: no rounding to float32 hides anywhere.
+    Both libraries ask for float32 by name in places (norms, RoPE tables, softmax), whatever the model's
+    dtype. In this mode every such request, `.float()` or `dtype=torch.float32`, is met with float64, and
+    nothing else changes. With `strict`, a tensor that is float32 all the same raises: no rounding to float32
+    hides.
     """
 
     def __init__(self, strict: bool = False) -> None:
@@ -149,8 +154,11 @@ def family_named(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-def write_checkpoint(case: Case, folder: Path) -> None:
-    """Writes config.json and random weights, by transformers alone."""
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """A folder with a case's config.json and random weights, written by transformers, once a process."""
+    case = next(case for case in CASES if case.name == name)
+    folder = Path(_FOLDER.name, case.name)
     config = getattr(transformers, case.config_class)(**SIZES | case.settings)
     model = transformers.AutoModelForCausalLM.from_config(config)
     random = torch.Generator().manual_seed(20)
@@ -165,6 +173,7 @@ def write_checkpoint(case: Case, folder: Path) -> None:
             else:
                 normal(tensor, 0.0, 0.7 if "embed_tokens" in name else 0.3)
     model.save_pretrained(folder)
+    return folder
 
 
 def random_tokens(num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,11 +183,14 @@ def random_tokens(num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_BT[:, :-1], tokens_BT[:, 1:]
 
 
+@functools.cache
 def transformers_nll(folder: Path, num_inputs: int, dtype: torch.dtype) -> np.ndarray:
     """NLL of every target by transformers' eager model, row-major."""
     tokens_BT, labels_BT = random_tokens(num_inputs)
     with precision(dtype):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager"
+        )
     with precision(dtype, strict=True), torch.no_grad():
         log_probs = torch.log_softmax(model.eval()(tokens_BT).logits, dim=-1)
         return -log_probs.gather(-1, labels_BT[..., None]).flatten().numpy()
@@ -197,7 +209,7 @@ def build(
     mend: Callable[..., list[str]] = correct,
     **changed: Any,
 ) -> tuple[torch.nn.Module, dict[str, Any], list[str]]:
-    """The family's torchtune model with the checkpoint's weights, its config.json and the notes of the corrections."""
+    """The family's torchtune model with a checkpoint's weights, its config.json and corrections' notes."""
     family = family_named(case.family)
     loaded = load_state_dict(
         {
@@ -207,12 +219,12 @@ def build(
         }
     )
     config = loaded.hf_config
-    weights = {key: loaded.state_dict[key].to(dtype) for key in loaded.state_dict}
     with precision(dtype):
         builder = _get_component_from_path(family.component)
-        model = builder(**arguments_for(config, family.component) | changed)
+        with torch.device("meta"):
+            model = builder(**arguments_for(config, family.component) | changed)
         notes = mend(model, f"{family.package}.{family.name}", config)
-        model.load_state_dict(weights, strict=True)
+        load_into(model, loaded.state_dict, dtype=dtype)
     return model.eval(), config, notes
 
 
@@ -221,17 +233,3 @@ def torchtune_nll(model: torch.nn.Module, num_inputs: int, dtype: torch.dtype) -
     with precision(dtype, strict=True), torch.no_grad():
         nll_N, _ = ScoringModel(model, max_logits_bytes=2**20)(*random_tokens(num_inputs))
     return nll_N.numpy()
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
-    """Writes each case's checkpoint once a session."""
-    written: dict[str, Path] = {}
-
-    def folder_of(case: Case) -> Path:
-        if case.name not in written:
-            written[case.name] = tmp_path_factory.mktemp(case.name)
-            write_checkpoint(case, written[case.name])
-        return written[case.name]
-
-    return folder_of

@@ -15,7 +15,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval import hf_config, model_facts
-from ppl_eval.families import check_architecture, family_of, supported
+from ppl_eval.families import FAMILIES, check_architecture, family_of, supported
 
 HFConfig = Mapping[str, Any]
 MODES = ("error", "warn", "off")
@@ -80,7 +80,9 @@ def check_config(
     """
     family = family_of(builder)
     differences = []
-    if model_type is not None and model_type != family.model_type:
+    # torchtune's types that share a converter (LLAMA2, LLAMA3, MISTRAL, GEMMA, ...) load the same weights.
+    same_converter = {other.model_type for other in FAMILIES if other.converter == family.converter}
+    if model_type is not None and model_type not in same_converter:
         remedy = f"checkpointer.model_type={family.model_type}"
         differences.append(
             Difference(

@@ -166,7 +166,7 @@ class Phi3RoPE(nn.Module):
     theta_long: Tensor
     sequence_length: int | None = None
 
-    def __init__(  # noqa: D107
+    def __init__(
         self,
         dim: int,
         rotary_dim: int,

@@ -109,27 +109,26 @@ def rope_scaling(config: HFConfig) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if config.get("model_type") == "phi3" and kind in ("su", "yarn"):  # transformers reads these names so
         kind = "longrope"
-    if kind == "default" or (kind in ("llama3", "linear") and float(rope["factor"]) == 1.0):
+    if kind == "default" or (kind in ("llama3", "linear") and float(required(rope, "factor")) == 1.0):
         return {"rope_type": "default"}
     if kind not in ("llama3", "longrope"):
         rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "type", "rope_type")}
         return {"rope_type": kind, **rest}
     # Phi-3 keeps the original length beside rope_scaling, Llama 3 inside it.
     original = get(config, "original_max_position_embeddings") if kind == "longrope" else None
-    original = (
-        original
-        or rope.get("original_max_position_embeddings")
-        or required(config, "max_position_embeddings")
-    )
+    original = original or rope.get("original_max_position_embeddings")
+    original = original or required(config, "max_position_embeddings")
     if kind == "llama3":
-        factors = {key: float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        factors = {
+            key: float(required(rope, key)) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        }
         return {"rope_type": kind, **factors, "original_max_position_embeddings": int(original)}
     factor = rope.get("factor") or required(config, "max_position_embeddings") / original
     default_attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
         "rope_type": kind,
-        "short_factor": [float(value) for value in rope["short_factor"]],
-        "long_factor": [float(value) for value in rope["long_factor"]],
+        "short_factor": [float(value) for value in required(rope, "short_factor")],
+        "long_factor": [float(value) for value in required(rope, "long_factor")],
         "original_max_position_embeddings": int(original),
         "attention_factor": float(rope.get("attention_factor") or default_attention),
     }

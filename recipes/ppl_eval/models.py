@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval import parallel
+from ppl_eval import config_check, families, parallel
 from ppl_eval.checkpoints import LoadedCheckpoint
+from ppl_eval.components import instantiate
 from ppl_eval.mesh import ParallelDims
 from ppl_eval.quantization import QuantizationReport, quantize
 from ppl_eval.scoring import ScoringModel
-from ppl_eval.settings import Settings, instantiate
+from ppl_eval.settings import Settings
 from ppl_eval.weights import check_state_dict, is_quantized, load_into, note_conversions
 
 
@@ -49,6 +50,31 @@ def build_on_meta(settings: Settings, dtype: torch.dtype) -> TransformerDecoder:
             " must build a torchtune TransformerDecoder, a text model without adapters"
         )
     return model
+
+
+def match_family(
+    model: TransformerDecoder, checkpoint: LoadedCheckpoint, settings: Settings
+) -> tuple[str, list[str]]:
+    """Mend what torchtune computes differently from transformers, then hold the model against config.json.
+
+    Args:
+        model: as built, on meta: before weights, shards and quantisation.
+        checkpoint: opened, for its config.json.
+        settings: for the builder's name, ``config_check`` and the checkpointer's ``model_type``.
+
+    Returns:
+        The verdict of the check and notes.
+
+    Raises:
+        ValueError: if the family is not supported, or the model differs from config.json.
+    """
+    builder = settings.model._component_
+    notes = families.correct(model, builder, checkpoint.hf_config)
+    model_type = settings.checkpointer.get("model_type")
+    verdict, remarks = config_check.verify(
+        model, builder, checkpoint.hf_config, settings.config_check, model_type
+    )
+    return verdict, notes + remarks
 
 
 def check_fit(model: TransformerDecoder, max_seq_len: int, vocab_size: int) -> None:

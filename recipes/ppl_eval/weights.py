@@ -29,6 +29,10 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         self.meta[name] = meta
         self._read[name] = read
 
+    def reader(self, name: str) -> Callable[[], torch.Tensor]:
+        """The function that reads `name`, for wrapping it in another."""
+        return self._read[name]
+
     def __getitem__(self, name: str) -> torch.Tensor:
         """Reads the tensor `name`."""
         return self._read[name]()
