@@ -59,3 +59,19 @@ def test_degrees_that_do_not_fit_end_the_run_in_words(tiny, tmp_path, private_ho
     finished = many(2, [argv], tmp_path)
     assert finished.code != 0
     assert finished.output.count("= 3, but there are 2 processes") == 1
+
+
+@pytest.mark.slow
+def test_compiled_layers_over_a_mesh(tiny, tmp_path, private_home):
+    config = write_config(tmp_path / "config.yaml", tiny.folder, tiny.text)
+    cases = {"dp2": [], "fsdp2": [f"{SHARD}=2"], "cp2": [f"{CP}=2"], "tp2": [f"{TP}=2"]}
+    argvs = [
+        ["--config", str(config), *COMMON, "compile=true", *overrides, f"output_dir={tmp_path / name}"]
+        for name, overrides in cases.items()
+    ]
+    finished = many(2, argvs, tmp_path)
+    assert finished.code == 0, finished.output
+    results = {name: result_of(tmp_path / name) for name in cases}
+    assert results["fsdp2"]["nll_sum_hex"] == results["dp2"]["nll_sum_hex"]
+    for name in ("cp2", "tp2"):
+        assert results[name]["nll_sum"] == pytest.approx(results["dp2"]["nll_sum"], rel=1e-6)
