@@ -117,13 +117,14 @@ def domains(sources: Mapping[str, Any]) -> Any:
 
 def _build(key: str, section: Any) -> Any:
     from omegaconf import OmegaConf
-    from torchtune.config import instantiate
+
+    from ppl_eval.settings import instantiate
 
     if not isinstance(section, Mapping) or "_component_" not in section:
         raise ValueError(
             f"{key} is {section!r}; it must be a section with a _component_, such as ppl_eval.data.text_files"
         )
-    return instantiate(OmegaConf.create(dict(section)))
+    return instantiate(key, OmegaConf.create(dict(section)))
 
 
 def expand_paths(paths: str | Sequence[str], key: str = "dataset.paths") -> list[Path]:
