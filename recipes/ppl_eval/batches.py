@@ -24,6 +24,7 @@ class Batch:
         document_B: document of each window.
         start_B: first position of each window in its document.
         scored_lanes: set hash of the scored targets (see ``coverage``).
+        weights_B: weight of each window's mean NLL, where the protocol has such weights; int64.
     """
 
     tokens_BT: torch.Tensor
@@ -32,6 +33,7 @@ class Batch:
     document_B: IntArray
     start_B: IntArray
     scored_lanes: coverage.Lanes
+    weights_B: IntArray | None = None
 
 
 class WindowBatches(Dataset[Batch]):
@@ -63,6 +65,7 @@ class WindowBatches(Dataset[Batch]):
                 coverage.lanes_of(none, none),
             )
         windows = self.plan.batch_windows(batch)
+        weights = self.plan.protocol.window_weights
         tokens_BT, labels_BT = self._tensors(windows)
         first = batch * self.plan.batch_size
         return Batch(
@@ -72,6 +75,7 @@ class WindowBatches(Dataset[Batch]):
             windows.document,
             windows.start,
             scored_lanes(windows, self.data),
+            None if weights is None else weights(windows),
         )
 
     def _tensors(self, windows: Windows) -> tuple[IntArray, IntArray]:

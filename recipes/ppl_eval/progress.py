@@ -7,8 +7,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from ppl_eval.metrics import exp_or_infinity
 from ppl_eval.totals import Totals
+from ppl_eval.windows import exp_or_infinity
 
 _LINE_EVERY_SECONDS = 10.0
 

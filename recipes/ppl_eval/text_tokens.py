@@ -183,14 +183,17 @@ class _Writing:
         return {"tokens": tokens.close(), "offsets": offsets.close()}
 
     def _streams(self) -> Iterator[tuple[int, str, bool]]:
-        """Text for ``cut``: streams of documents that hold text, with the join between them, counted on the
-        way.
+        """Text for ``cut``: documents that hold text, or streams of all of them with the join between,
+        counted on the way.
+
+        Empty documents are joined too: the published numbers come from scripts that join a data set's empty
+        rows.
         """
-        counter, num_chars = TextCounter(self.word_separator), 0
+        counter, num_chars, begins = TextCounter(self.word_separator), 0, True
         for part in self.source.parts(self.source_notes):
             self.digest.add(part)
             counter.add(part.text if part.original is None else part.original)
-            if part.text and num_chars == 0 and self.join is not None:
+            if begins and self.join is not None:
                 domain = self.domains.setdefault(part.domain, len(self.domains))
                 if domain == len(self.joined_sizes):
                     self.joined_sizes.append([0, 0])
@@ -199,8 +202,9 @@ class _Writing:
             num_chars += len(part.text)
             if num_chars and self.join is None:
                 yield self.num_documents, part.text, part.is_last
-            elif num_chars:
+            elif self.join is not None:
                 yield domain, part.text, False
+            begins = part.is_last
             if part.is_last:
                 self._end_document(part.domain, counter.size(), num_chars)
                 counter, num_chars = TextCounter(self.word_separator), 0

@@ -191,9 +191,7 @@ def write_token_files(
         arrays["tokens"] = {"file": str(path.resolve()), **own}
     else:
         arrays["tokens"] = _copy(folder, [_map(path, source, encoder) for _, path in files])
-        notes.append(
-            f"{len(files)} token files were copied into one; a single file is mapped where it lies"
-        )
+        notes.append(f"{len(files)} token files were copied into one; a single file is mapped where it lies")
     return {"arrays": arrays, "domains": list(domains), "num_documents": num_documents, "notes": notes}
 
 

@@ -56,12 +56,12 @@ class TextEncoder:
         return self.encoding.encode(text)
 
     def bos_tokens(self, policy: str) -> list[int]:
-        """Ids that go before a text under a BOS policy.
+        """Ids that go before a text under a BOS policy; ``each_window`` leaves that to the windows.
 
         Raises:
             ValueError: if BOS is wanted and the tokenizer has none.
         """
-        if policy == "never" or (policy == "tokenizer" and not self.adds_bos):
+        if policy in ("never", "each_window") or (policy == "tokenizer" and not self.adds_bos):
             return []
         if self.bos_id is None:
             raise ValueError(
