@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from data_helpers import llama3_tokenizer
-from ppl_eval.settings import instantiate
+from ppl_eval.components import instantiate
 from ppl_eval.tokenizer import TextEncoder, wrap_tokenizer
 from ppl_eval.tokens import open_tokens, prepare_tokens
 from test_samples import ALPACA

@@ -1,5 +1,4 @@
-"""Validation sets of torchtune: what is scored is what a training run's validation loss scores, to "
-"float64."""
+"""Validation sets of torchtune: the same sum as a float64 validation loss over the same samples."""
 
 import itertools
 import json

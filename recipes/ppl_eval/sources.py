@@ -118,7 +118,7 @@ def domains(sources: Mapping[str, Any]) -> Any:
 def _build(key: str, section: Any) -> Any:
     from omegaconf import OmegaConf
 
-    from ppl_eval.settings import instantiate
+    from ppl_eval.components import instantiate
 
     if not isinstance(section, Mapping) or "_component_" not in section:
         raise ValueError(
@@ -184,8 +184,7 @@ def _opened(path: Path) -> Iterator[io.BufferedReader]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Reads zstd frames, and says so where the last one is cut off: zstandard's own reader just ends "
-    "there."""
+    """Reads zstd frames, and says where the last is cut off: zstandard's own reader just ends there."""
 
     def __init__(self, raw: IO[bytes], path: Path) -> None:
         try:
