@@ -5,12 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from conftest import TinyModel
 from helpers.runs import many, result_of
 from helpers.tiny import write_config
-from ppl_eval.windows import Protocol
 
 SAMPLES = [
     {"tokens": [0, 60, 70, 80, 90, 100], "labels": [-100, -100, 70, 80, -100, 100]},
@@ -18,24 +15,6 @@ SAMPLES = [
     {"tokens": [0, 62, 72, 82, 92, 102, 112, 122], "labels": [-100, 62, 72, 82, 92, 102, 112, 122]},
     {"tokens": [0, 63, 73, 83], "labels": [-100, 63, 73, 83]},
 ]
-
-
-def per_sample(max_seq_len: int = 64) -> Protocol:
-    """One sample, one window."""
-
-    def locate(length: np.ndarray, index: np.ndarray) -> Any:
-        return index * 0, index * 0 + 1, length, np.zeros(len(index), dtype=bool)
-
-    return Protocol(
-        name="per_sample",
-        max_seq_len=max_seq_len,
-        parameters={"max_seq_len": max_seq_len},
-        join=None,
-        bos="never",
-        num_windows=lambda length: (length > 1).astype(np.int64),
-        locate=locate,
-        num_targets=lambda length: np.maximum(length - 1, 0),
-    )
 
 
 def sections(folder: Path, documents: list[str]) -> dict[str, dict[str, Any]]:
@@ -69,7 +48,10 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
     paragraphs = tiny.text.read_text().split("\n")
     documents = ["\n".join(paragraphs[i : i + 9]) for i in range(0, len(paragraphs), 9)]
     forms = sections(tmp_path, documents)
-    here = Path(__file__).stem
+    forms["domains"] = {
+        "_component_": "ppl_eval.data.domains",
+        "sources": {"left": forms["plain"], "right": forms["jsonl"]},
+    }
     forms["sft"] = {
         "_component_": "ppl_eval.data.sft",
         "dataset": {"_component_": "test_samples.list_dataset", "samples": SAMPLES},
@@ -78,7 +60,7 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
     # torchrun gives ranks one thread each where there are several; kernels for a few rows may round
     # differently on two threads.
     env["OMP_NUM_THREADS"] = "1"
-    jobs: dict[int, list[str]] = {1: list(forms), 2: ["jsonl", "sft"], 3: ["saved", "sft"]}
+    jobs: dict[int, list[str]] = {1: list(forms), 2: ["jsonl", "domains", "sft"], 3: ["saved", "sft"]}
     for num_processes, names in jobs.items():
         argvs = []
         for name in names:
@@ -87,16 +69,21 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
                 "output_dir": str(tmp_path / f"{name}{num_processes}"),
             }
             if name == "sft":
-                keys["protocol"] = {"_component_": f"{here}.per_sample"}
+                keys["protocol"] = {"_component_": "ppl_eval.protocols.per_sample", "max_seq_len": 64}
             config = write_config(tmp_path / f"{name}{num_processes}.yaml", tiny.folder, tiny.text, **keys)
             argvs.append(["--config", str(config)])
         done = many(num_processes, argvs, tmp_path, env)
         assert done.code == 0, done.output
     results = {(name, n): result_of(tmp_path / f"{name}{n}") for n, names in jobs.items() for name in names}
-    text = [result for (name, _), result in results.items() if name != "sft"]
+    text = [result for (name, _), result in results.items() if name not in ("sft", "domains")]
     assert len({result["nll_sum_hex"] for result in text}) == 1
     assert len({json.dumps(result["dataset"]["fingerprint"]) for result in text}) == 1
     assert text[0]["num_documents"] == len(documents)
+    twice = [results["domains", n] for n in (1, 2)]
+    assert twice[0]["nll_sum_hex"] == twice[1]["nll_sum_hex"]
+    # Both domains are the same text, and joined apart: each is the whole of the run without domains.
+    for part in ("left", "right"):
+        assert twice[0]["domains"][part]["nll_sum"] == text[0]["nll_sum"]
     samples = [result for (name, _), result in results.items() if name == "sft"]
     assert len({result["nll_sum_hex"] for result in samples}) == 1
     assert [result["num_tokens"] for result in samples] == [3 + 7 + 3] * 3
