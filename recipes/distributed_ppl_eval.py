@@ -8,11 +8,13 @@ Each rank scores the batches that are its own, adds NLL and tokens up in integer
 end joins the sums: see ``ppl_eval``, one idea a module.
 """
 
+import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ class DistributedPPLEvalRecipe:
         from torchtune import training, utils
 
         from ppl_eval import environment
+        from ppl_eval.mesh import ParallelDims
 
         settings, world = self.settings, self.world
         self._log = utils.get_logger(settings.log_level)
@@ -60,7 +63,9 @@ class DistributedPPLEvalRecipe:
         self.dtype: torch.dtype = world.agree(
             "dtype", lambda: environment.choose_dtype(settings.dtype, self.device)
         )
+        self.dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
         self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
+        self.mesh = self.dims.build_mesh(self.device.type)
         world.agree("inputs", self._read_inputs, lambda _: self._facts())
         training.set_seed(self.seed)
 
@@ -68,7 +73,7 @@ class DistributedPPLEvalRecipe:
         self.model = world.agree("model", self._load_model)
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
-        self.parallel = {"world_size": world.world_size, "num_nodes": world.num_nodes}
+        self.parallel = {**asdict(self.dims), "num_nodes": world.num_nodes}
         self._log_rank_zero(
             f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
         )
@@ -102,19 +107,24 @@ class DistributedPPLEvalRecipe:
         totals = self.tally.run.totals
         self.precision = resolve_precision(settings.aggregation["precision"], self.expected_tokens)
         rounded_nll = None if self.precision == "exact" else FloatSum(self.precision)
-        sampler = ExactDistributedSampler(plan.num_batches, world.world_size, world.rank)
+        dims = self.dims
+        dp_rank, counted = dims.dp_rank(world.rank), dims.is_counted(world.rank)
+        # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
+        sampler = ExactDistributedSampler(
+            plan.num_batches, dims.dp_degree, dp_rank, equal_steps=dims.dp_shard > 1
+        )
         loader = StatefulDataLoader(
             WindowBatches(plan, self.data, self.prefix_token), batch_size=None, sampler=sampler, num_workers=0
         )
-        progress = Progress(
-            self.expected_tokens // world.world_size, world.world_size, enabled=world.rank == 0
-        )
+        progress = Progress(self.expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
 
         begin = time.monotonic()
         with torch.no_grad():
             for batch in loader:
                 scores = score_batch(self.model.scorer, batch, self.device)
                 self._check_finite(batch, scores.nll_sum_B)
+                if not counted:
+                    continue  # A peer scored the same windows, and counts them.
                 self.tally.add(batch, scores)
                 if rounded_nll is not None:
                     rounded_nll.add(scores.nll_sum_B)
@@ -122,7 +132,8 @@ class DistributedPPLEvalRecipe:
         progress.close()
         self.timing["score_seconds"] = time.monotonic() - begin
         self.tokens_here = totals.num_tokens
-        totals.expected_lanes = expected_lanes(plan, self.data, world.rank, world.world_size)
+        if counted:
+            totals.expected_lanes = expected_lanes(plan, self.data, dp_rank, dims.dp_degree)
 
         begin = time.monotonic()
         self.tally.reduce(self.add_over_ranks)
@@ -166,7 +177,7 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read_inputs(self) -> None:
-        from ppl_eval import baseline, bos, models, paths, plan, report, tokenizer, tokens
+        from ppl_eval import baseline, batches, bos, models, paths, plan, report, tokenizer, tokens
 
         settings, world = self.settings, self.world
         begin = time.monotonic()
@@ -175,6 +186,8 @@ class DistributedPPLEvalRecipe:
             self.baseline = baseline.read_result(settings.baseline) if settings.baseline else {}
         self.load_checkpoint()
         self.decoder = models.build_on_meta(settings, self.dtype)
+        self.config_check, notes = models.match_family(self.decoder, self.checkpoint, settings)
+        self.notes += notes
         self.encoder = tokenizer.wrap_tokenizer(
             instantiate("tokenizer", settings.tokenizer), settings.tokenizer
         )
@@ -202,7 +215,7 @@ class DistributedPPLEvalRecipe:
             self.protocol, self.data.offsets_D1, settings.batch_size, settings.max_windows
         )
         self.notes += self.plan.notes()
-        self.expected_tokens = self.plan.expected_targets()
+        self.expected_tokens = self.plan.expected_targets() - batches.masked_targets(self.plan, self.data)
         self.timing["data_seconds"] = time.monotonic() - begin
         self._log_rank_zero(
             f"{self.data.num_tokens:,} tokens in {self.data.num_documents:,} documents:"
@@ -213,7 +226,15 @@ class DistributedPPLEvalRecipe:
     def _load_model(self) -> Any:
         from ppl_eval import models
 
-        return models.load_model(self.decoder, self.checkpoint, self.settings, self.device, self.dtype)
+        return models.load_model(
+            self.decoder,
+            self.checkpoint,
+            self.settings,
+            self.device,
+            self.dtype,
+            self.dims,
+            self.mesh,
+        )
 
     def _facts(self) -> dict[str, Any]:
         return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": self.data.fingerprint}
@@ -273,7 +294,7 @@ def run(argv: Sequence[str]) -> int:
             raise problem
         return settings
 
-    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.as_dict()))
+    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.written))
     recipe = DistributedPPLEvalRecipe(settings, world)
     try:
         # Cleaning up closes connections, which the others must not take for the cause: it comes after
@@ -293,6 +314,11 @@ def main() -> None:
         code = run(sys.argv[1:])
     except Stop as stop:
         code = stop.code
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            # torchrun shows what @record writes there; the interpreter would show it a second time.
+            sys.excepthook = lambda *_: None
+        raise
     sys.exit(code)
 
 

@@ -46,7 +46,7 @@ def test_documents_on_their_own(encoder: TextEncoder, tmp_path: Path) -> None:
     assert data.num_bytes_D.tolist() == [len(text.encode()) for text in DOCUMENTS]
     assert data.num_words_D.tolist() == [tokens.count_words(text) for text in DOCUMENTS]
     assert data.domains == ("all",)
-    assert data.domain_D.tolist() == [0] * len(DOCUMENTS)
+    assert data.domain_D is None
     assert isinstance(data.tokens, np.memmap)
     assert any("2 of 11 documents are empty" in note for note in data.notes)
 
@@ -95,7 +95,7 @@ def test_in_parallel_and_in_pieces_the_same_bits(
     monkeypatch.setattr(text_tokens, "group", lambda made: pieces.group(made, 500))
     monkeypatch.setattr(text_tokens, "encode_groups", two_workers)
     cut = made(listed(texts), encoder, join, tmp_path / "cut")
-    for name in ("tokens", "offsets_D1", "num_bytes_D", "num_words_D", "domain_D"):
+    for name in ("tokens", "offsets_D1", "num_bytes_D", "num_words_D"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name))
     assert cut.fingerprint == whole.fingerprint
 

@@ -116,6 +116,25 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
     return coverage.lanes_of(document_N, position_N)
 
 
+def masked_targets(plan: Plan, data: TokenData) -> int:
+    """Targets of the plan's windows whose label is -100: ``plan.expected_targets()`` counts them, nothing "
+    "scores them."""
+    if data.labels is None:
+        return 0
+    num_masked = 0
+    step = max(1, (1 << 20) // plan.protocol.max_seq_len)
+    for first in range(0, plan.num_windows, step):
+        windows = plan.windows(first, min(first + step, plan.num_windows))
+        begin = data.offsets_D1[windows.document]
+        # Running counts of masked labels over the span of these windows: a difference of two is a window's.
+        low, high = int((begin + windows.score_start).min()), int((begin + windows.stop).max())
+        masked = np.concatenate([[0], np.cumsum(data.labels[low:high] == IGNORE_INDEX)])
+        num_masked += int(
+            (masked[begin + windows.stop - low] - masked[begin + windows.score_start - low]).sum()
+        )
+    return num_masked
+
+
 def expected_lanes(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.Lanes:
     """This rank's share of the set hash of all targets of the plan.
 

@@ -1,4 +1,5 @@
-"""Weight files, opened without copying them: one private mapping per tensor, and errors that name the file.
+"""Safetensors files, opened without copying them: one private mapping per tensor, and errors that name the
+file.
 
 `safetensors.safe_open` maps a file once and keeps every page that was read resident until the last tensor of
 the file is gone. Here each tensor has a mapping of its own, so that a tensor which had to be converted gives
@@ -10,8 +11,6 @@ import hashlib
 import json
 import mmap
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -150,71 +149,6 @@ def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dty
     ):  # allowed by old writers; torch's kernels want whole elements on their boundary
         flat = flat.clone()
     return flat.view(shape)
-
-
-def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) -> Any:
-    """Content of a `.pt`, `.pth` or `.bin` file, tensors memory-mapped where the file's format allows it.
-
-    Args:
-        path: the file.
-        allow_unsafe_pickle: True executes whatever the file's pickle asks for, when the safe way fails.
-        notes: what the person should know is appended here.
-
-    Raises:
-        ValueError: truncated or corrupt file, or one that needs more than tensors and plain values.
-    """
-    size = check_readable(path)
-    import torchao.dtypes  # noqa: F401 (its tensor classes register themselves as safe to load)
-
-    is_zip = zipfile.is_zipfile(path)
-    if not is_zip:
-        with path.open("rb") as file:
-            head = file.read(4)
-        if head.startswith(b"PK\x03\x04"):
-            raise ValueError(
-                f"{path} is truncated: found {size} bytes, and the directory that a torch file ends with is "
-                "missing; "
-                "download or copy it again"
-            )
-        notes.append(
-            f"{path.name} is in torch's old format and cannot be memory-mapped: every rank reads its own copy"
-        )
-    try:
-        return torch.load(str(path), map_location="cpu", mmap=is_zip, weights_only=True)
-    except pickle.UnpicklingError as e:
-        if not _needs_code(e):
-            raise ValueError(
-                f"{path} ({size} bytes) is corrupt or no torch checkpoint: {_first_line(e)}"
-            ) from e
-        if not allow_unsafe_pickle:
-            raise ValueError(
-                f"{path} holds more than tensors: {_first_line(e)}. Loading it would run code that the file "
-                "names. "
-                "If, and only if, you trust whoever wrote it, set checkpointer.allow_unsafe_pickle=true; "
-                "better: convert it to safetensors"
-            ) from e
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as e:
-        raise ValueError(f"{path} ({size} bytes) is corrupt or no torch checkpoint: {_first_line(e)}") from e
-    notes.append(
-        f"{path.name} was unpickled without restrictions (checkpointer.allow_unsafe_pickle): it could run "
-        "any code"
-    )
-    return torch.load(str(path), map_location="cpu", mmap=is_zip, weights_only=False)
-
-
-def _needs_code(error: Exception) -> bool:
-    text = str(error)
-    return "GLOBAL" in text or "Unsupported" in text or "not allowed" in text
-
-
-def _first_line(error: Exception) -> str:
-    """The line of torch's long messages that says what was found."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next(
-        (line for line in lines if "WeightsUnpickler error" in line),
-        lines[0] if lines else type(error).__name__,
-    )
-    return told.replace("WeightsUnpickler error: ", "")[:300]
 
 
 def sampled_sha256(path: Path) -> str:

@@ -4,7 +4,7 @@ Every converter works key by key, so each key is converted when its tensor is re
 a tensor of the meta device first tells the new names and shapes without reading anything.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune
 from torchtune.models.phi3._convert_weights import phi3_hf_to_tune
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
-from ppl_eval.checkpoint_files import StoredTensor, read_safetensors, read_torch_file
+from ppl_eval.checkpoint_files import StoredTensor, read_safetensors
+from ppl_eval.torch_files import index_torch_file
 from ppl_eval.weights import LazyStateDict, is_quantized
 
 # torchtune's checkpointer class -> form of the files
@@ -30,54 +31,35 @@ Stored = dict[str, StoredTensor]
 Converter = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def index_files(paths: list[Path], *, allow_unsafe_pickle: bool, notes: list[str]) -> Stored:
+def index_files(paths: list[Path], *, form: str, allow_unsafe_pickle: bool, notes: list[str]) -> Stored:
     """All tensors of all files by the files' own names.
 
     Raises:
         ValueError: a file is truncated, corrupt or no checkpoint, or two files hold the same name.
     """
+    if form == "meta" and len(paths) > 1:
+        raise ValueError(
+            f"{len(paths)} files of Meta's form are slices of one model (model parallelism), which "
+            f"torchtune cannot join: "
+            "use the model's Hugging Face form"
+        )
     merged: Stored = {}
     for path in paths:
         if path.suffix == ".safetensors":
             stored = read_safetensors(path)
         else:
-            stored = _index_torch_file(
-                path, read_torch_file(path, allow_unsafe_pickle=allow_unsafe_pickle, notes=notes)
-            )
+            stored = index_torch_file(path, allow_unsafe_pickle=allow_unsafe_pickle, notes=notes)
         twice = sorted(set(stored) & set(merged))
         if twice:
             raise ValueError(
                 f"{path} repeats {len(twice)} tensors of the files before it, first {twice[0]}: a file too "
-                "many?"
+                f"many?"
             )
         merged.update(stored)
     return merged
 
 
-def _index_torch_file(path: Path, content: Any) -> Stored:
-    if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
-        content = content["model"]
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a mapping of names to tensors")
-    others = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
-    if others:
-        raise ValueError(
-            f"{path} holds {len(others)} entries that are no tensors, first {others[0]}: not a model's "
-            "weights"
-        )
-    return {
-        str(name): StoredTensor(t if is_quantized(t) else t.to("meta"), partial(_given, t))
-        for name, t in content.items()
-    }
-
-
-def _given(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def convert(
-    stored: Stored, *, form: str, model_type: str, hf_config: dict[str, Any] | None, notes: list[str]
-) -> LazyStateDict:
+def convert(stored: Stored, *, form: str, model_type: str, hf_config: dict[str, Any] | None) -> LazyStateDict:
     """The stored tensors under torchtune's names, converted when they are read.
 
     A name that the converter does not know is kept as it is: the comparison with the model then reports it
@@ -90,7 +72,7 @@ def convert(
         raise ValueError(
             f"checkpointer.model_type is {model_type!r}; text decoders are {', '.join(MODEL_TYPES)}"
         )
-    converter = _converter(form, model_type, hf_config)
+    converter = converter_of(form, model_type, hf_config)
     lazy = LazyStateDict()
     contradictions = []
     for name, tensor in stored.items():
@@ -112,7 +94,7 @@ def convert(
     if contradictions:
         raise ValueError(
             f"{len(contradictions)} tensors have shapes that config.json's num_attention_heads, "
-            "num_key_value_heads, hidden_size "
+            f"num_key_value_heads, hidden_size "
             f"and head_dim contradict: {', '.join(contradictions[:10])}"
         )
     return lazy
@@ -124,23 +106,28 @@ def _converted(
     return converter({name: read()})[target]
 
 
-def _converter(form: str, model_type: str, hf_config: dict[str, Any] | None) -> Converter:
+def converter_of(form: str, model_type: str, hf_config: dict[str, Any] | None) -> Converter:
     """torchtune's converter for the form and family, called with the arguments its checkpointers give it."""
     if form == "torchtune":
         return dict
     if form == "meta":
-        # torchtune's Llama 3.2 is tied, Meta's file repeats the embedding; the comparison with the model
-        # sees to it.
+        # Of a tied model Meta's file repeats the embedding; the comparison with the model sees to that.
         return convert_weights.meta_to_tune
     if hf_config is None:
         raise ValueError(
             "the HF form needs config.json beside the weights (head counts decide how they are laid out)"
         )
+    if hf_config.get("quantization_config"):
+        method = hf_config["quantization_config"].get("quant_method", "an unnamed method")
+        raise ValueError(
+            f"the checkpoint was quantised for transformers ({method}), a form that torchtune cannot read: "
+            f"take the "
+            "full-precision weights and set `quantizer`"
+        )
     try:
         num_heads = hf_config["num_attention_heads"]
-        num_kv_heads = (
-            hf_config.get("num_key_value_heads") or num_heads
-        )  # configs from before grouped queries lack it
+        # Configs from before grouped queries lack it.
+        num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
         dim = hf_config["hidden_size"]
     except KeyError as e:
         raise ValueError(

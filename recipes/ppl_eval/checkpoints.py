@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtune.training.checkpointing import FormattedCheckpointFiles
 
-from ppl_eval.checkpoint_files import read_torch_file, sampled_sha256
+from ppl_eval.checkpoint_files import sampled_sha256
+from ppl_eval.checkpoint_folders import ADAPTER_FILES, weight_paths, weights_folder
 from ppl_eval.checkpoint_forms import FORMS, convert, index_files
+from ppl_eval.gguf_reader import read_gguf
+from ppl_eval.lora import find_adapter, merge_adapter, refuse_same_epoch
+from ppl_eval.torch_files import read_torch_file
 from ppl_eval.weights import LazyStateDict, is_quantized
 
 # torchtune's keys (the last five steer writing and resuming, which an evaluation does not do), then ours.
@@ -32,13 +35,7 @@ KNOWN_KEYS = (
     "should_load_recipe_state",
     "keep_last_n_checkpoints",
     "allow_unsafe_pickle",
-)
-# How a folder's weight files are found when `checkpoint_files` names none, in this order.
-FOUND_BY_NAME = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
+    "lora_alpha",
 )
 RECIPE_STATE_PLACES = ("recipe_state.pt", "recipe_state/recipe_state.pt", "../recipe_state/recipe_state.pt")
 
@@ -70,7 +67,8 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
     Args:
         cfg: the section, in torchtune's keys: `_component_`, `checkpoint_dir`, `checkpoint_files` (a list,
             torchtune's {filename_format, max_filename}, or nothing: found by name), `model_type`,
-            `recipe_checkpoint`; and ours: `allow_unsafe_pickle`.
+            `recipe_checkpoint`, `adapter_checkpoint`; and ours: `allow_unsafe_pickle`, `lora_alpha` (of an
+            adapter without adapter_config.json). A file ending in .gguf is read as what it is.
 
     Raises:
         ValueError: unknown key or component, missing, truncated or corrupt file, or one that would have to
@@ -78,21 +76,42 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
     """
     notes: list[str] = []
     form = _form(cfg)
-    folder = _weights_folder(cfg, notes)
-    paths = _weight_paths(cfg, folder)
+    folder = weights_folder(cfg, notes)
+    paths = weight_paths(cfg, folder)
+    model_type = str(cfg.get("model_type", ""))
     unsafe = bool(cfg.get("allow_unsafe_pickle", False))
     hf_config = _read_hf_config(folder)
-    stored = index_files(paths, allow_unsafe_pickle=unsafe, notes=notes)
-    state_dict = convert(
-        stored, form=form, model_type=str(cfg.get("model_type", "")), hf_config=hf_config, notes=notes
-    )
+    if paths[0].suffix == ".gguf":
+        if len(paths) > 1:
+            raise ValueError(
+                f"checkpointer.checkpoint_files names {len(paths)} GGUF files: a model is one of them"
+            )
+        state_dict, hf_config = read_gguf(paths[0], model_type=model_type, notes=notes)
+    else:
+        stored = index_files(paths, form=form, allow_unsafe_pickle=unsafe, notes=notes)
+        state_dict = convert(stored, form=form, model_type=model_type, hf_config=hf_config)
+    quantized = any(is_quantized(t) for t in state_dict.meta.values())
+    adapter = _adapter(cfg, folder, notes)
+    if adapter:
+        if quantized:
+            raise ValueError("an adapter cannot be merged into quantised weights: merge first, then quantise")
+        merge_adapter(
+            state_dict,
+            adapter,
+            model_type=model_type,
+            hf_config=hf_config,
+            alpha=cfg.get("lora_alpha"),
+            allow_unsafe_pickle=unsafe,
+            notes=notes,
+        )
+        paths.append(adapter)
     recipe_state = _read_recipe_state(cfg, folder, allow_unsafe_pickle=unsafe, notes=notes)
     return LoadedCheckpoint(
         state_dict=state_dict,
         recipe_state=recipe_state,
         hf_config=hf_config,
         identity={p.name: {"bytes": p.stat().st_size, "sampled_sha256": sampled_sha256(p)} for p in paths},
-        quantized=any(is_quantized(t) for t in state_dict.meta.values()),
+        quantized=quantized,
         notes=notes,
     )
 
@@ -110,70 +129,20 @@ def _form(cfg: Mapping[str, Any]) -> str:
     return form
 
 
-def _weights_folder(cfg: Mapping[str, Any], notes: list[str]) -> Path:
-    """`checkpoint_dir`, or the last epoch inside it when it is the output folder of a training run."""
-    if not cfg.get("checkpoint_dir"):
-        raise ValueError("checkpointer.checkpoint_dir is missing: the folder that holds the weights")
-    folder = Path(str(cfg["checkpoint_dir"])).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"checkpointer.checkpoint_dir {folder} is not a folder")
-    epochs = {
-        int(path.name.removeprefix("epoch_")): path
-        for path in folder.glob("epoch_*")
-        if path.is_dir() and path.name.removeprefix("epoch_").isdigit()
-    }
-    files = cfg.get("checkpoint_files")
-    here = _named_files(files, folder) if files else _found_files(folder)
-    if epochs and not any(path.is_file() for path in here):
-        last = max(epochs)
-        notes.append(
-            f"checkpoint_dir {folder.name} holds {len(epochs)} epochs: the last one, epoch_{last}, was taken"
-        )
-        return epochs[last]
-    return folder
-
-
-def _weight_paths(cfg: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The weight files, sorted by name as torchtune does."""
-    files = cfg.get("checkpoint_files")
-    paths = _named_files(files, folder) if files else _found_files(folder)
-    if not paths:
-        names = ", ".join(FOUND_BY_NAME)
-        raise ValueError(
-            f"no weights in {folder}: none of {names}; name the files in checkpointer.checkpoint_files"
-        )
-    absent = [path.name for path in paths if not path.is_file()]
-    if absent:
-        there = sorted(
-            p.name for p in folder.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-        )
-        raise ValueError(
-            f"{len(absent)} of {len(paths)} checkpoint files are missing in {folder}: "
-            f"{', '.join(absent[:10])}; "
-            f"weight files there: {', '.join(there[:10]) or 'none'}"
-        )
-    return sorted(paths)
-
-
-def _named_files(files: Any, folder: Path) -> list[Path]:
-    if isinstance(files, Mapping):
-        names = FormattedCheckpointFiles.from_dict(dict(files)).build_checkpoint_filenames()
-    elif isinstance(files, str):
-        names = [files]
-    else:
-        names = [str(name) for name in files]
-    return [folder / name for name in names]
-
-
-def _found_files(folder: Path) -> list[Path]:
-    for name in FOUND_BY_NAME:
-        path = folder / name
-        if path.is_file():
-            if not name.endswith(".index.json"):
-                return [path]
-            weight_map = json.loads(path.read_text(encoding="utf-8")).get("weight_map", {})
-            return [folder / file for file in sorted(set(weight_map.values()))]
-    return []
+def _adapter(cfg: Mapping[str, Any], folder: Path, notes: list[str]) -> Path | None:
+    """The adapter to merge, or None; an adapter that lies beside the weights unasked is spoken of."""
+    named = cfg.get("adapter_checkpoint")
+    if not named:
+        beside = next((name for name in ADAPTER_FILES if (folder / name).is_file()), None)
+        if beside:
+            notes.append(
+                f"{beside} lies beside the weights and was not merged: torchtune's weights contain it already"
+                " (checkpointer.adapter_checkpoint merges one)"
+            )
+        return None
+    path = find_adapter(str(named), [Path(), folder, folder.parent, Path(str(cfg.get("output_dir") or "."))])
+    refuse_same_epoch(path, folder)
+    return path
 
 
 def _read_hf_config(folder: Path) -> dict[str, Any] | None:

@@ -23,13 +23,14 @@ class Progress:
         expected_tokens: targets that this rank will score, roughly.
         world_size: data-parallel degree, to say what part this is.
         enabled: False on all ranks but one.
-        stream: where to show it.
+        stream: where to show it; None is stderr.
     """
 
     def __init__(
-        self, expected_tokens: int, world_size: int, enabled: bool, stream: TextIO = sys.stderr
+        self, expected_tokens: int, world_size: int, enabled: bool, stream: TextIO | None = None
     ) -> None:
-        self.expected_tokens, self.enabled, self.stream = expected_tokens, enabled, stream
+        self.expected_tokens, self.enabled = expected_tokens, enabled
+        self.stream = stream = stream or sys.stderr
         self._share = "" if world_size == 1 else f" (rank 0 of {world_size})"
         self._begin = self._last_line = time.monotonic()
         self._bar = None

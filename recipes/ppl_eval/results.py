@@ -68,6 +68,7 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             },
             "num_parameters": recipe.model.num_parameters,
             "checkpoint": recipe.checkpoint.identity,
+            "config_check": recipe.config_check,
         },
         "quantizer": (
             None

@@ -4,6 +4,7 @@ keys."""
 import difflib
 import importlib
 import importlib.resources
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ KEYS: dict[str, Key] = {
     "aggregation": Key((DictConfig,), OmegaConf.create({})),
     "seed": Key((int,), 42, at_least=0),
     "seed_check": Key((str,), "warn", ("warn", "error", "ignore")),
+    "config_check": Key((str,), "error", ("error", "warn", "off")),
     "device": Key((str,), "cpu"),
     "dtype": Key((str,), "bf16", ("bf16", "fp16", "fp32", "fp64")),
     "batch_size": Key((int,), 1, at_least=1),
@@ -61,6 +63,13 @@ KEYS: dict[str, Key] = {
     "baseline": Key((str, _NONE), None),
     "baseline_tolerance": Key((int, float), 0, at_least=0),
     "compile": Key((bool,), False),
+    "data_parallel_replicate_dim": Key((int, _NONE), None, at_least=-1),
+    "data_parallel_shard_dim": Key((int,), 1, at_least=-1),
+    "context_parallel_dim": Key((int,), 1, at_least=1),
+    "tensor_parallel_dim": Key((int,), 1, at_least=1),
+    "tensor_parallel_plan": Key((DictConfig, _NONE), None),
+    "fsdp_reshard_after_forward": Key((bool,), True),
+    "fsdp_cpu_offload": Key((bool,), False),
     "log_level": Key((str,), "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
     "log_peak_memory_stats": Key((bool,), False),
 }
@@ -84,10 +93,13 @@ class Settings:
     Attributes:
         config: the whole config, interpolations resolved.
         values: the value of every key of ``KEYS``, defaults filled in.
+        written: the same as plain Python, interpolations as they were written: equal on all hosts even where
+            a path is not.
     """
 
     config: DictConfig
     values: Mapping[str, Any]
+    written: Mapping[str, Any]
 
     def __getattr__(self, name: str) -> Any:
         """``settings.batch_size`` is the value of the key ``batch_size``."""
@@ -175,12 +187,7 @@ def override(config: DictConfig, arguments: Iterable[str]) -> DictConfig:
                 f"cannot read the argument {argument!r}; overrides have the form key=value, or ~key to remove"
                 " a key"
             )
-        current = OmegaConf.select(config, key, throw_on_missing=False)
-        if (
-            isinstance(current, DictConfig)
-            and "_component_" in current
-            and not value.lstrip().startswith("{")
-        ):
+        if _names_component(config, key, value):
             key += "._component_"
         try:
             change = OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"])
@@ -188,6 +195,16 @@ def override(config: DictConfig, arguments: Iterable[str]) -> DictConfig:
         except Exception as error:
             raise ValueError(f"cannot apply the override {argument!r}: {error}") from error
     return config
+
+
+def _names_component(config: DictConfig, key: str, value: str) -> bool:
+    """Whether ``key=value`` gives a section's component by its dotted path alone."""
+    if value in ("", "null", "None") or value.lstrip().startswith("{"):
+        return False
+    current = OmegaConf.select(config, key)
+    if isinstance(current, DictConfig):
+        return "_component_" in current
+    return current is None and key in KEYS and DictConfig in KEYS[key].types
 
 
 def check(config: DictConfig) -> Settings:
@@ -199,6 +216,8 @@ def check(config: DictConfig) -> Settings:
         ValueError: names the key, what was found, and what is allowed.
     """
     # Helper keys are welcome where something refers to them, as torchtune's configs do with `${output_dir}`.
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
     used = set(_INTERPOLATION.findall(OmegaConf.to_yaml(config)))
     helpers = {reference.split(".")[0] for reference in used}
     try:
@@ -227,7 +246,13 @@ def check(config: DictConfig) -> Settings:
                 raise ValueError(f"{name}._component_ is missing: the dotted path of what to build")
             if component.startswith("ppl_eval."):
                 check_arguments(name, value)
-    return Settings(config, values)
+            elif importlib.util.find_spec(component.split(".")[0] or "?") is None:
+                raise ValueError(
+                    f"{name}._component_ is {component!r}, but there is no module {component.split('.')[0]!r}"
+                )
+    defaults = {name: key.default for name, key in KEYS.items() if key.default is not _REQUIRED}
+    defaults["aggregation"] = values["aggregation"]
+    return Settings(config, values, {**defaults, **{str(key): value for key, value in written.items()}})
 
 
 def _check_value(name: str, key: Key, config: DictConfig, prefix: str = "") -> Any:

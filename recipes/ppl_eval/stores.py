@@ -129,12 +129,41 @@ def build_once(cache: Path, key: str, write: Callable[[Path], dict[str, Any]]) -
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
             if not (folder / ABOUT).is_file():
-                half = cache / f"{key}.half"
-                shutil.rmtree(half, ignore_errors=True)
-                half.mkdir()
+                half = _empty(cache / f"{key}.half")
                 write_json(half / ABOUT, write(half))
                 half.rename(folder)
                 _sync_folder(cache)
+    return folder
+
+
+def build_anew(cache: Path, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """A folder whose content is known only after it was written, named by the ``content`` that ``write``
+    returns.
+
+    Args:
+        cache: folder of all folders.
+        name: what is being written, so that jobs that write the same take turns.
+        write: fills an empty folder; what it returns becomes its ``about.json``.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{name}.lock"):
+        half = _empty(cache / f"{name}.half")
+        about = write(half)
+        # Under the lock of the content too: other requests may lead to it.
+        folder = build_once(cache, key_of(about["content"]), lambda empty: _move(half, empty, about))
+        shutil.rmtree(half)
+    return folder
+
+
+def _move(source: Path, target: Path, about: dict[str, Any]) -> dict[str, Any]:
+    for file in source.iterdir():
+        file.rename(target / file.name)
+    return about
+
+
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     return folder
 
 

@@ -39,6 +39,7 @@ class TextEncoder:
         adds_bos: whether the model's own tokenizer call puts BOS first.
         vocab_size: number of ids.
         sha256: hash of the tokenizer's files.
+        tokenizer: torchtune's object, for its own datasets.
     """
 
     encoding: Encoding
@@ -48,6 +49,7 @@ class TextEncoder:
     adds_bos: bool
     vocab_size: int
     sha256: str
+    tokenizer: Any = None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Text to ids in one call, no BOS and no EOS."""
@@ -80,19 +82,29 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
     encoding = encoding_of(tokenizer, config)
     if isinstance(tokenizer, HuggingFaceBaseTokenizer):
         adds_bos = tokenizer.hf_adds_bos or bool((tokenizer.config or {}).get("add_bos_token"))
-        vocab_size = tokenizer.tokenizer.get_vocab_size()
     else:
         adds_bos = _ADDS_BOS.get(type(tokenizer).__name__, tokenizer.bos_id is not None)
-        vocab_size = tokenizer.vocab_size
     return TextEncoder(
         encoding=encoding,
         decode=tokenizer.decode,
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         adds_bos=adds_bos,
-        vocab_size=vocab_size,
+        vocab_size=_vocab_size(tokenizer),
         sha256=_hash_files(config),
+        tokenizer=tokenizer,
     )
+
+
+def _vocab_size(tokenizer: Any) -> int:
+    """One more than the highest id. (What torchtune's classes call ``vocab_size`` may leave special tokens
+    out, and Qwen's have no such name.)
+    """
+    inner = getattr(tokenizer, "tokenizer", None)
+    if inner is not None and hasattr(inner, "get_vocab"):
+        return max(inner.get_vocab().values()) + 1
+    known = getattr(tokenizer, "vocab_size", None) or len(tokenizer.encoder)
+    return max(known, *(special + 1 for special in getattr(tokenizer, "special_tokens", {}).values()), 0)
 
 
 def _hash_files(config: Mapping[str, Any]) -> str:

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ppl_eval import stores
+from ppl_eval.samples import IGNORE_INDEX, SampleSource, write_samples
 from ppl_eval.sources import ALL, TextSource
 from ppl_eval.text_tokens import digest_of, write_text_tokens
+from ppl_eval.token_files import TokenSource, inspect_token_files, write_token_files
 from ppl_eval.tokenizer import TextEncoder
 from ppl_eval.words import count_words
-
-IGNORE_INDEX = -100
 
 # Part of the cache key: raise it when the files or the way a text is encoded change.
 _FORMAT = 2
@@ -40,7 +40,7 @@ class TokenData:
         labels: ``tokens`` with -100 where a token is never a scored target (not shifted); None where every
             token may be scored.
         domains: names of the domains.
-        domain_D: index of each document's domain; int32 [D].
+        domain_D: index of each document's domain; int32 [D]. None where there is one domain.
     """
 
     tokens: npt.NDArray[Any]
@@ -86,42 +86,60 @@ def prepare_tokens(
     Raises:
         ValueError: if the source has no text, is damaged, or is no source.
     """
-    if not isinstance(source, TextSource):
+    if not isinstance(source, TextSource | TokenSource | SampleSource):
         raise ValueError(
             f"dataset: its _component_ returned {type(source).__name__}, which is no source of this tool; "
-            "use a component of "
-            "ppl_eval.data"
+            "use a "
+            "component of ppl_eval.data. A torchtune dataset goes into ppl_eval.data.sft"
         )
-    bos_tokens = encoder.bos_tokens(bos)
     encode_facts = {
         "tokenizer_sha256": encoder.sha256,
         "join": join,
-        "bos_tokens": bos_tokens,
-        "word_separator": word_separator,
+        "bos_tokens": encoder.bos_tokens(bos) if isinstance(source, TextSource) else [],
         "format": _FORMAT,
     }
-    stamp = _settled(source.stamp() if source.stamp is not None else None)
+    if isinstance(source, TextSource):
+        encode_facts["word_separator"] = word_separator
     request = {"name": source.name, **source.parameters, **encode_facts}
+    if isinstance(source, SampleSource):
+        # What a torchtune dataset holds is known only after it was made.
+        samples = partial(write_samples, source=source, encoder=encoder, join=join, bos=bos)
+        folder = stores.build_anew(cache, stores.key_of(request), samples)
+        content = stores.read_json(folder / stores.ABOUT)["content"]
+        view = _view(cache, content)
+        stores.write_json(
+            view, {"folder": folder.name, "fingerprint": {**content, **encode_facts}, "notes": []}
+        )
+        return view
+    stamp = _settled(source.stamp() if source.stamp is not None else None)
     if stamp is not None:
-        view = _view(cache, {**request, "stamp": stamp})
+        view = _view(cache, {**request, "bos": bos, "stamp": stamp})
         known = stores.read_json(view)
         if known is not None and (cache / known["folder"] / stores.ABOUT).is_file():
             return view
-    text_facts, notes = digest_of(source)
-    fingerprint = {**text_facts, **encode_facts}
-    write = partial(
-        write_text_tokens,
-        source=source,
-        encoder=encoder,
-        join=join,
-        bos_tokens=bos_tokens,
-        word_separator=word_separator,
-        expected=text_facts,
-    )
-    folder = stores.build_once(cache, stores.key_of(fingerprint), write)
+    if isinstance(source, TextSource):
+        content, notes = digest_of(source)
+        fingerprint = {**content, **encode_facts}
+        key = stores.key_of(fingerprint)
+        write = partial(
+            write_text_tokens,
+            source=source,
+            encoder=encoder,
+            join=join,
+            bos_tokens=encoder.bos_tokens(bos),
+            word_separator=word_separator,
+            expected=content,
+        )
+    else:
+        content, notes = inspect_token_files(source, encoder, bos)
+        fingerprint = {**content, **encode_facts}
+        # The folder holds the files' own places, not copies.
+        key = stores.key_of({**fingerprint, "files": source.stamp()})
+        write = partial(write_token_files, source=source, encoder=encoder, join=join)
+    folder = stores.build_once(cache, key, write)
     # Sources of one content share a folder, but each has notes of its own. Without a stamp, only its content
     # names a source.
-    view = _view(cache, {**request, **(text_facts if stamp is None else {"stamp": stamp})})
+    view = _view(cache, {**request, "bos": bos, **(content if stamp is None else {"stamp": stamp})})
     stores.write_json(view, {"folder": folder.name, "fingerprint": fingerprint, "notes": notes})
     return view
 
@@ -148,7 +166,7 @@ def open_tokens(view: Path) -> TokenData:
         notes=(*seen["notes"], *about["notes"]),
         labels=arrays.get("labels"),
         domains=tuple(about["domains"]),
-        domain_D=arrays["domain"],
+        domain_D=arrays["domain"] if len(about["domains"]) > 1 else None,
     )
 
 
