@@ -8,10 +8,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from ppl_eval.components import check_arguments, instantiate, resolve_component
 from ppl_eval.config_check import check_config
 from ppl_eval.families import correct, family_of
 from ppl_eval.models import build_on_meta, count_parameters
-from ppl_eval.settings import check_arguments, instantiate, read_settings, resolve_component, shipped_configs
+from ppl_eval.settings import read_settings, shipped_configs
 from published import PUBLISHED, SMOLLM2
 
 FOLDER = Path(__file__).parents[1] / "configs"

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers.tiny import write_config
-from ppl_eval import settings
+from ppl_eval import components, settings
 from ppl_eval.settings import read_settings
 
 
@@ -73,10 +73,10 @@ def test_errors_name_the_key_and_the_way_out(config, override, words):
 def test_component_of_torchtune_is_checked_when_it_is_built(config):
     found = read(config, "model=torchtune.models.llama3_2.lama3_2")
     with pytest.raises(ValueError, match=r"did you mean 'torchtune.models.llama3_2.llama3_2'"):
-        settings.instantiate("model", found.model)
+        components.instantiate("model", found.model)
     found = read(config, "model.num_head=3")
     with pytest.raises(ValueError, match=r"unknown key 'model.num_head'.*did you mean 'model.num_heads'"):
-        settings.instantiate("model", found.model)
+        components.instantiate("model", found.model)
 
 
 def test_helper_keys_are_welcome_where_something_refers_to_them(config):
@@ -108,8 +108,8 @@ def test_the_option_surface_is_frozen():
 
 OPTIONS = """
 aggregation backend baseline baseline_tolerance batch_size checkpointer compile config_check
-context_parallel_dim data_parallel_replicate_dim data_parallel_shard_dim dataset device dtype fsdp_cpu_offload
-fsdp_reshard_after_forward log_level log_peak_memory_stats max_logits_mib max_windows metric_logger model
-output_dir per_document per_window position_buckets protocol quantizer seed seed_check tensor_parallel_dim
-tensor_parallel_plan timeout_seconds tokenizer
+context_parallel_dim data_parallel_replicate_dim data_parallel_shard_dim dataset device dtype
+fsdp_cpu_offload fsdp_reshard_after_forward log_level log_peak_memory_stats max_logits_mib max_windows
+metric_logger model output_dir per_document per_window position_buckets protocol quantizer seed
+seed_check tensor_parallel_dim tensor_parallel_plan timeout_seconds tokenizer
 """

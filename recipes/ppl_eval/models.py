@@ -11,10 +11,11 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval import config_check, families, parallel
 from ppl_eval.checkpoints import LoadedCheckpoint
+from ppl_eval.components import instantiate
 from ppl_eval.mesh import ParallelDims
 from ppl_eval.quantization import QuantizationReport, quantize
 from ppl_eval.scoring import ScoringModel
-from ppl_eval.settings import Settings, instantiate
+from ppl_eval.settings import Settings
 from ppl_eval.weights import check_state_dict, is_quantized, load_into, note_conversions
 
 

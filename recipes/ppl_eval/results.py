@@ -34,26 +34,27 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
         recipe: after ``evaluate``.
         per_rank: ``rank_row`` of every rank.
     """
-    settings, totals, data, plan = recipe.settings, recipe.totals, recipe.data, recipe.plan
+    settings, totals, inputs = recipe.settings, recipe.totals, recipe.inputs
+    data, plan, protocol = inputs.data, inputs.plan, inputs.protocol
     columns = {name: per_rank[:, i].tolist() for i, name in enumerate(_ROW)}
-    covered = denominators.covered_text(plan, data, recipe.encoder)
+    covered = denominators.covered_text(plan, data, inputs.encoder)
     quantization = recipe.model.quantization
     return {
         "schema": report.SCHEMA,
-        **metrics.all_figures(recipe.tally, recipe.protocol, data, covered),
+        **metrics.all_figures(recipe.tally, protocol, data, covered),
         "num_documents": data.num_documents,
         "coverage": {
-            "expected_tokens": recipe.expected_tokens,
+            "expected_tokens": inputs.expected_tokens,
             "scored_tokens": totals.num_tokens,
             "sha256": coverage.digest(totals.scored_lanes, totals.num_tokens),
         },
         "aggregation": _aggregation(recipe),
         "protocol": {
-            "name": recipe.protocol.name,
-            **recipe.protocol.parameters,
+            "name": protocol.name,
+            **protocol.parameters,
             "bos_tokens": data.fingerprint["bos_tokens"],
-            "prefix_token": recipe.prefix_token,
-            "denominator": recipe.protocol.denominator,
+            "prefix_token": inputs.prefix_token,
+            "denominator": protocol.denominator,
         },
         "plan": {
             "batch_size": plan.batch_size,
@@ -83,8 +84,8 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             }
         ),
         "dataset": {
-            "name": recipe.source.name,
-            "parameters": recipe.source.parameters,
+            "name": inputs.source.name,
+            "parameters": inputs.source.parameters,
             "num_stream_tokens": data.num_tokens,
             "fingerprint": data.fingerprint,
         },
@@ -106,14 +107,14 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
 
 def write_records(recipe: DistributedPPLEvalRecipe) -> None:
     """Write what each window and document scored, where asked for; all ranks take part."""
-    settings = recipe.settings
+    settings, inputs = recipe.settings, recipe.inputs
     if recipe.tally.records is not None:
         records.write(
             Path(settings.output_dir) if recipe.world.rank == 0 else None,
             recipe.tally.records,
-            recipe.plan,
-            recipe.data,
-            denominators.covered_text(recipe.plan, recipe.data, recipe.encoder),
+            inputs.plan,
+            inputs.data,
+            denominators.covered_text(inputs.plan, inputs.data, inputs.encoder),
             recipe.add_over_ranks,
             per_window=settings.per_window,
             per_document=settings.per_document,

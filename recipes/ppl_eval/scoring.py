@@ -4,6 +4,7 @@ in float32."""
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torchtune.modules import TransformerDecoder
 
@@ -21,9 +22,10 @@ def token_nll(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """NLL from logits: nll = ln(sum over v of e^(x_v - m)) + m - x_target, with m the largest logit.
 
-    Not ``F.cross_entropy``: its float32 sum over the vocabulary adds one term after the other on CPU, and
-    small ones vanish beside the sum so far. For 49,152 tokens that lowers perplexity by some 4e-6 of its
-    logarithm; ``Tensor.sum`` adds in a tree.
+    Whole rows go through torch's own log-softmax, which is what transformers and lm-eval call: the same
+    number as theirs on the same device. Its float32 sum over a large vocabulary runs one term after the other
+    on CPU, and the small ones vanish: for 49,152 tokens NLL comes out 3e-6 of itself too low
+    (docs/exactness.md). Split rows are summed in a tree, which does not have that fault.
 
     Args:
         logits_NV: logits; float32. With a group this rank's columns of the vocabulary.
@@ -36,20 +38,21 @@ def token_nll(
         ``nll_N`` (nats, float32) and ``correct_N`` (whether the target is the most likely token; of equals,
         as in argmax, the first); the same on every rank of the group.
     """
+    if group is None:
+        correct_N = logits_NV.argmax(dim=-1) == targets_N
+        return F.cross_entropy(logits_NV, targets_N, reduction="none"), correct_N
     column_N1 = (targets_N - vocab_start)[:, None]
     num_columns = logits_NV.shape[1]
     elsewhere_N1 = (column_N1 < 0) | (column_N1 >= num_columns)
     max_N1 = logits_NV.amax(dim=1, keepdim=True)
-    if group is not None:
-        dist.all_reduce(max_N1, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(max_N1, dist.ReduceOp.MAX, group=group)
 
     target_N1 = logits_NV.gather(1, column_N1.clamp(0, num_columns - 1)).masked_fill(elsewhere_N1, 0.0)
     column_V = torch.arange(num_columns, device=logits_NV.device)
     earlier_N1 = ((logits_NV == max_N1) & (column_V < column_N1)).any(dim=1, keepdim=True)
     exp_sum_N1 = (logits_NV - max_N1).exp_().sum(dim=1, keepdim=True)
     sums_N3 = torch.cat([exp_sum_N1, target_N1, earlier_N1.to(logits_NV.dtype)], dim=1)
-    if group is not None:
-        dist.all_reduce(sums_N3, group=group)
+    dist.all_reduce(sums_N3, group=group)
     exp_sum_N, target_N, earlier_N = sums_N3.unbind(dim=1)
     max_N = max_N1.squeeze(1)
     return exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
@@ -158,6 +161,27 @@ def score_batch(scorer: ScoringModel, batch: Batch, device: torch.device) -> Win
     labels_BT = batch.labels_BT.to(device)
     nll_N, correct_N = scorer(batch.tokens_BT.to(device), labels_BT)
     return window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
+
+
+def check_finite(batch: Batch, scores: WindowScores, where: str) -> None:
+    """Refuse a batch whose NLL is NaN or infinite, and say which window it is.
+
+    Args:
+        batch: the batch.
+        scores: what it scored.
+        where: this process, for the message.
+
+    Raises:
+        ValueError: names the window, its document and its place in it.
+    """
+    bad_B = ~np.isfinite(scores.nll_sum_B)
+    if bad_B.any():
+        bad = int(np.flatnonzero(bad_B)[0])
+        raise ValueError(
+            f"window {batch.window_ids_B[bad]} (document {batch.document_B[bad]}, from its token"
+            f" {batch.start_B[bad]}) has NLL {scores.nll_sum_B[bad]} on {where}: the model gives no finite"
+            " probability there. Try dtype=fp32, and look for NaN in the checkpoint"
+        )
 
 
 def window_scores(

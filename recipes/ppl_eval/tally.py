@@ -123,3 +123,18 @@ class Tally:
         for part, piece in zip(parts, pieces, strict=False):
             part.unpack(piece)
         self.positions = [Totals.unpack(piece) for piece in pieces[len(parts) :]]
+
+    def check_coverage(self, expected_tokens: int, expected_windows: int) -> None:
+        """See that exactly the targets of the plan were scored, each once; after ``reduce``.
+
+        Raises:
+            RuntimeError: if not, which is a fault in this program.
+        """
+        totals = self.run.totals
+        same_number = (totals.num_tokens, totals.num_windows) == (expected_tokens, expected_windows)
+        if not same_number or (totals.scored_lanes != totals.expected_lanes).any():
+            raise RuntimeError(
+                f"{totals.num_tokens} tokens in {totals.num_windows} windows were scored, but the plan has"
+                f" {expected_tokens} in {expected_windows}{' others' if same_number else ''}: a fault in this"
+                " program. No result was written"
+            )
