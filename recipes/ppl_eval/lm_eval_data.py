@@ -8,6 +8,7 @@ that is cut already.
 import functools
 import logging
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,11 @@ def lm_eval_task(task: str = "wikitext", paths: str | Sequence[str] | None = Non
         for doc in loaded.eval_docs:
             yield _part(loaded, doc)
 
+    if files is None:
+        return source_of_parts("lm_eval_task", parameters, read_parts)
+    # Another lm-eval may detokenise the same file in another way.
     return source_of_parts(
-        "lm_eval_task", parameters, read_parts, None if files is None else lambda: stamp_of(files)
+        "lm_eval_task", parameters, read_parts, lambda: [version("lm_eval"), *stamp_of(files)]
     )
 
 
