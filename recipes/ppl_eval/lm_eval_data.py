@@ -33,7 +33,8 @@ def lm_eval_task(task: str = "wikitext", paths: str | Sequence[str] | None = Non
             cannot be downloaded, or divides by something else than words and bytes of a text.
     """
     files = None if paths is None else expand_paths(paths)
-    parameters: dict[str, Any] = {"task": task}
+    # Another lm-eval may detokenise the same file in another way: no cache may take one for the other.
+    parameters: dict[str, Any] = {"task": task, "lm_eval": version("lm_eval")}
     if files is not None:
         parameters["paths"] = [str(file) for file in files]
     load = functools.cache(lambda: _load(task, files))
@@ -43,11 +44,8 @@ def lm_eval_task(task: str = "wikitext", paths: str | Sequence[str] | None = Non
         for doc in loaded.eval_docs:
             yield _part(loaded, doc)
 
-    if files is None:
-        return source_of_parts("lm_eval_task", parameters, read_parts)
-    # Another lm-eval may detokenise the same file in another way.
     return source_of_parts(
-        "lm_eval_task", parameters, read_parts, lambda: [version("lm_eval"), *stamp_of(files)]
+        "lm_eval_task", parameters, read_parts, None if files is None else lambda: stamp_of(files)
     )
 
 
