@@ -26,12 +26,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def from_proc(file: str, *keys: str) -> list[int]:
     """Values in bytes of lines like `VmRSS:   1234 kB`."""
     lines = (line.split() for line in Path(f"/proc/self/{file}").read_text().splitlines())
-    values = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if len(line) == 3 and line[2] == "kB"}
+    values = {
+        line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if len(line) == 3 and line[2] == "kB"
+    }
     return [values[key] for key in keys]
 
 
 def measure(build: Callable[[], nn.Module], section: dict, dtype: torch.dtype) -> dict[str, int]:
-    """Loads, reads every weight once, and returns bytes: the model's, the largest tensor's, and the growth at the peak."""
+    """Loads, reads every weight once, and returns bytes: the model's, the largest tensor's, and the growth at
+    the peak."""
     gc.collect()
     before = from_proc("status", "VmRSS")[0]
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -62,7 +65,10 @@ def shared(build: Callable[[], nn.Module], section: dict, dtype: torch.dtype) ->
     sys.stdin.readline()
     after = from_proc("smaps_rollup", "Rss", "Pss", "Anonymous")
     names = ("rss_growth_bytes", "pss_growth_bytes", "anonymous_growth_bytes")
-    print(json.dumps(dict(zip(names, (a - b for a, b in zip(after, before, strict=True)), strict=True))), flush=True)
+    print(
+        json.dumps(dict(zip(names, (a - b for a, b in zip(after, before, strict=True)), strict=True))),
+        flush=True,
+    )
     sys.stdin.readline()
 
 

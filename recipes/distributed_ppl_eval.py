@@ -8,11 +8,13 @@ Each rank scores the batches that are its own, adds NLL and tokens up in integer
 end joins the sums: see ``ppl_eval``, one idea a module.
 """
 
+import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ import numpy as np
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval import distributed
+from ppl_eval.components import instantiate
 from ppl_eval.failure import fail_together
-from ppl_eval.settings import KEYS, Settings, instantiate, read_settings
+from ppl_eval.settings import KEYS, Settings, read_settings
 from ppl_eval.world import FIRST_PHASE, Stop, World, connect, environment_facts
 
 # torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config is told
@@ -51,6 +54,7 @@ class DistributedPPLEvalRecipe:
         from torchtune import training, utils
 
         from ppl_eval import environment
+        from ppl_eval.mesh import ParallelDims
 
         settings, world = self.settings, self.world
         self._log = utils.get_logger(settings.log_level)
@@ -60,7 +64,9 @@ class DistributedPPLEvalRecipe:
         self.dtype: torch.dtype = world.agree(
             "dtype", lambda: environment.choose_dtype(settings.dtype, self.device)
         )
+        self.dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
         self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
+        self.mesh = self.dims.build_mesh(self.device.type)
         world.agree("inputs", self._read_inputs, lambda _: self._facts())
         training.set_seed(self.seed)
 
@@ -68,7 +74,7 @@ class DistributedPPLEvalRecipe:
         self.model = world.agree("model", self._load_model)
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
-        self.parallel = {"world_size": world.world_size, "num_nodes": world.num_nodes}
+        self.parallel = {**asdict(self.dims), "num_nodes": world.num_nodes}
         self._log_rank_zero(
             f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
         )
@@ -93,43 +99,54 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.batches import WindowBatches, expected_lanes
         from ppl_eval.progress import Progress
         from ppl_eval.sampler import ExactDistributedSampler
-        from ppl_eval.scoring import score_batch
-        from ppl_eval.totals import FloatSum, Totals, resolve_precision
+        from ppl_eval.scoring import check_finite, score_batch
+        from ppl_eval.tally import Tally
+        from ppl_eval.totals import FloatSum, resolve_precision
 
-        plan, world = self.plan, self.world
-        totals = Totals()
-        self.precision = resolve_precision(self.settings.aggregation["precision"], self.expected_tokens)
+        world, settings, dims = self.world, self.settings, self.dims
+        plan, data, expected_tokens = self.inputs.plan, self.inputs.data, self.inputs.expected_tokens
+        self.tally = Tally(plan, data, settings)
+        totals = self.tally.run.totals
+        self.precision = resolve_precision(settings.aggregation["precision"], expected_tokens)
         rounded_nll = None if self.precision == "exact" else FloatSum(self.precision)
-        sampler = ExactDistributedSampler(plan.num_batches, world.world_size, world.rank)
+        dp_rank, counted = dims.dp_rank(world.rank), dims.is_counted(world.rank)
+        # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
+        sampler = ExactDistributedSampler(
+            plan.num_batches, dims.dp_degree, dp_rank, equal_steps=dims.dp_shard > 1
+        )
         loader = StatefulDataLoader(
-            WindowBatches(plan, self.data), batch_size=None, sampler=sampler, num_workers=0
+            WindowBatches(plan, data, self.inputs.prefix_token),
+            batch_size=None,
+            sampler=sampler,
+            num_workers=0,
         )
-        progress = Progress(
-            self.expected_tokens // world.world_size, world.world_size, enabled=world.rank == 0
-        )
+        progress = Progress(expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
 
         begin = time.monotonic()
         with torch.no_grad():
             for batch in loader:
                 scores = score_batch(self.model.scorer, batch, self.device)
-                self._check_finite(batch, scores.nll_sum_B)
-                totals.add(scores)
-                totals.scored_lanes += batch.scored_lanes
+                check_finite(batch, scores, world.where)
+                if not counted:
+                    continue  # A peer scored the same windows, and counts them.
+                self.tally.add(batch, scores)
                 if rounded_nll is not None:
                     rounded_nll.add(scores.nll_sum_B)
                 progress.update(totals)
         progress.close()
         self.timing["score_seconds"] = time.monotonic() - begin
         self.tokens_here = totals.num_tokens
-        totals.expected_lanes = expected_lanes(plan, self.data, world.rank, world.world_size)
+        if counted:
+            totals.expected_lanes = expected_lanes(plan, data, dp_rank, dims.dp_degree)
 
         begin = time.monotonic()
-        self.totals = Totals.unpack(distributed.all_reduce_sum(totals.pack(), self.device))
+        self.tally.reduce(self.add_over_ranks)
+        self.totals = self.tally.run.totals
         self.rounded_nll = None
         if rounded_nll is not None:
             self.rounded_nll = float(distributed.all_reduce_sum(rounded_nll.value.reshape(1), self.device)[0])
         self.timing["reduce_seconds"] = time.monotonic() - begin
-        self._check_coverage()
+        self.tally.check_coverage(expected_tokens, plan.num_windows)
 
     def save_checkpoint(self) -> int:
         """Write the result, print it, and hold it against the baseline; rank 0.
@@ -139,6 +156,7 @@ class DistributedPPLEvalRecipe:
         """
         from ppl_eval import baseline, report, results
 
+        results.write_records(self)
         per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
         if self.world.rank != 0:
             return 0
@@ -163,7 +181,8 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read_inputs(self) -> None:
-        from ppl_eval import baseline, denominators, models, paths, plan, report, tokenizer, tokens
+        from ppl_eval import baseline, models, report
+        from ppl_eval.inputs import read_inputs
 
         settings, world = self.settings, self.world
         begin = time.monotonic()
@@ -172,64 +191,37 @@ class DistributedPPLEvalRecipe:
             self.baseline = baseline.read_result(settings.baseline) if settings.baseline else {}
         self.load_checkpoint()
         self.decoder = models.build_on_meta(settings, self.dtype)
-        self.encoder = tokenizer.wrap_tokenizer(
-            instantiate("tokenizer", settings.tokenizer), settings.tokenizer
-        )
-        self.protocol = instantiate("protocol", settings.protocol)
-        models.check_fit(self.decoder, self.protocol.max_seq_len, self.encoder.vocab_size)
-        source = instantiate("dataset", settings.dataset)
-        folder = world.once_per_node(
-            "tokens",
-            lambda: str(
-                tokens.prepare_tokens(
-                    source, self.encoder, self.protocol.join, self.protocol.bos, paths.home() / "tokens"
-                )
-            ),
-        )
-        self.source, self.data = source, tokens.open_tokens(Path(folder))
-        self.notes += self.data.notes
-        self.plan = plan.make_plan(
-            self.protocol, self.data.offsets_D1, settings.batch_size, settings.max_windows
-        )
-        self.expected_tokens = self.plan.expected_targets()
-        self.denominators = (
-            denominators.covered_text(self.plan, self.data, self.encoder) if world.rank == 0 else (None, None)
-        )
+        self.config_check, notes = models.match_family(self.decoder, self.checkpoint, settings)
+        self.inputs = inputs = read_inputs(settings, world)
+        self.notes += [*notes, *inputs.notes]
+        models.check_fit(self.decoder, inputs.protocol.max_seq_len, inputs.encoder.vocab_size)
         self.timing["data_seconds"] = time.monotonic() - begin
         self._log_rank_zero(
-            f"{self.data.num_tokens:,} tokens in {self.data.num_documents:,} documents:"
-            f" {self.plan.num_windows:,} windows, {self.plan.num_batches:,} batches, {self.expected_tokens:,}"
-            " tokens to score"
+            f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
+            f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
+            f" {inputs.expected_tokens:,} tokens to score"
         )
 
     def _load_model(self) -> Any:
         from ppl_eval import models
 
-        return models.load_model(self.decoder, self.checkpoint, self.settings, self.device, self.dtype)
-
-    def _facts(self) -> dict[str, Any]:
-        return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": self.data.fingerprint}
-
-    def _check_finite(self, batch: Any, nll_sum_B: np.ndarray) -> None:
-        if np.isfinite(nll_sum_B).all():
-            return
-        bad = int(np.flatnonzero(~np.isfinite(nll_sum_B))[0])
-        raise ValueError(
-            f"window {batch.window_ids_B[bad]} (document {batch.document_B[bad]}, from its token"
-            f" {batch.start_B[bad]}) has NLL {nll_sum_B[bad]} on {self.world.where}: the model gives no"
-            " finite probability there. Try dtype=fp32, and look for NaN in the checkpoint"
+        return models.load_model(
+            self.decoder,
+            self.checkpoint,
+            self.settings,
+            self.device,
+            self.dtype,
+            self.dims,
+            self.mesh,
         )
 
-    def _check_coverage(self) -> None:
-        totals = self.totals
-        counted = totals.num_tokens == self.expected_tokens and totals.num_windows == self.plan.num_windows
-        if not counted or (totals.scored_lanes != totals.expected_lanes).any():
-            raise RuntimeError(
-                f"{totals.num_tokens} tokens in {totals.num_windows} windows were scored, but the plan has"
-                f" {self.expected_tokens} in"
-                f" {self.plan.num_windows}{'' if counted else ' (and not the same ones)'}: a fault in this"
-                " program. No result was written"
-            )
+    def _facts(self) -> dict[str, Any]:
+        data = self.inputs.data.fingerprint
+        return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": data}
+
+    def add_over_ranks(self, vector: np.ndarray) -> np.ndarray:
+        """Sum a vector over all ranks."""
+        return distributed.all_reduce_sum(vector, self.device)
 
     def _log_rank_zero(self, message: str) -> None:
         if self.world.rank == 0:
@@ -261,7 +253,7 @@ def run(argv: Sequence[str]) -> int:
             raise problem
         return settings
 
-    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.as_dict()))
+    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.written))
     recipe = DistributedPPLEvalRecipe(settings, world)
     try:
         # Cleaning up closes connections, which the others must not take for the cause: it comes after
@@ -281,6 +273,11 @@ def main() -> None:
         code = run(sys.argv[1:])
     except Stop as stop:
         code = stop.code
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            # torchrun shows what @record writes there; the interpreter would show it a second time.
+            sys.excepthook = lambda *_: None
+        raise
     sys.exit(code)
 
 

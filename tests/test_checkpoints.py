@@ -5,10 +5,10 @@ import os
 import pickle
 
 import pytest
-import tiny_checkpoints as tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+import tiny_checkpoints as tiny
 from ppl_eval.checkpoints import load_state_dict
 from ppl_eval.weights import load_into
 
@@ -112,7 +112,9 @@ def test_recipe_state_by_name(tmp_path, weights):
 def test_tied_model_accepts_a_repeated_head_and_refuses_another(tmp_path, weights):
     section = tiny.write_hf(tmp_path, weights)
     hf = tiny.to_hf(weights)
-    save_file(hf | {"lm_head.weight": hf["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    save_file(
+        hf | {"lm_head.weight": hf["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
     model, opened = load(tiny.tied, section)
     assert_same_model(model, tiny.reference(tiny.tied, weights))
     assert any("repeats its tied embedding" in note for note in opened.notes)
@@ -186,9 +188,15 @@ def test_damaged_safetensors_are_named_with_their_sizes(tmp_path, weights):
     path = tmp_path / "model.safetensors"
     whole = path.read_bytes()
     for content, told in (
-        (whole[:-100], rf"model\.safetensors is truncated: expected {len(whole)} bytes, found {len(whole) - 100}"),
+        (
+            whole[:-100],
+            rf"model\.safetensors is truncated: expected {len(whole)} bytes, found {len(whole) - 100}",
+        ),
         (whole[:50], r"truncated: expected at least \d+ bytes for the header alone, found 50"),
-        (whole + b"x", rf"longer than its header says\): expected {len(whole)} bytes, found {len(whole) + 1}"),
+        (
+            whole + b"x",
+            rf"longer than its header says\): expected {len(whole)} bytes, found {len(whole) + 1}",
+        ),
         (whole[:8] + b"x" + whole[9:], "corrupt: its safetensors header cannot be read"),
         (b"\xff" * 100, "not a safetensors file"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
@@ -208,7 +216,10 @@ def test_damaged_torch_files_are_named_with_their_sizes(tmp_path, weights):
     start = whole.index(b"data.pkl") + 200
     flipped[start : start + 30] = b"\xee" * 30
     for content, told in (
-        (whole[: len(whole) // 2], rf"expected at least {num_bytes} bytes of weights, found {len(whole) // 2}"),
+        (
+            whole[: len(whole) // 2],
+            rf"expected at least {num_bytes} bytes of weights, found {len(whole) // 2}",
+        ),
         (whole[:100], "truncated.*found 100"),
         (bytes(flipped), rf"\({len(whole)} bytes\) is corrupt or no torch checkpoint"),
         (b"hello" * 100, r"\(500 bytes\) is corrupt or no torch checkpoint"),
@@ -239,7 +250,9 @@ def test_malicious_pickle_does_not_run(tmp_path, weights, form):
         torch.save(content, path, _use_new_zipfile_serialization=form != "old")
     if form == "truncated":
         path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="is truncated" if form == "truncated" else "mkdir.*allow_unsafe_pickle"):
+    with pytest.raises(
+        ValueError, match="is truncated" if form == "truncated" else "mkdir.*allow_unsafe_pickle"
+    ):
         load_state_dict(section)
     assert not mark.exists()
 

@@ -3,9 +3,9 @@
 import gguf
 import numpy as np
 import pytest
-import tiny_checkpoints as tiny
 import torch
 
+import tiny_checkpoints as tiny
 from ppl_eval.checkpoints import load_state_dict
 from ppl_eval.weights import load_into
 
@@ -23,7 +23,8 @@ HF_TO_GGUF = {
 
 
 def write_gguf(path, hf, kind, architecture="llama"):
-    """What llama.cpp's converter does with a llama: q and k in the order of rotary pairs, lists of names and numbers."""
+    """What llama.cpp's converter does with a llama: q and k in the order of rotary pairs, lists of names and
+    numbers."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(tiny.LAYERS)
     writer.add_embedding_length(tiny.DIM)
@@ -39,14 +40,19 @@ def write_gguf(path, hf, kind, architecture="llama"):
             if part in name:
                 halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, values.shape[1])
                 values = halves.swapaxes(1, 2).reshape(values.shape)
-        target = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(name)
+        target = {
+            "model.embed_tokens.weight": "token_embd.weight",
+            "model.norm.weight": "output_norm.weight",
+        }.get(name)
         if target is None:
             _, _, layer, part = name.removesuffix(".weight").split(".", 3)
             target = f"blk.{layer}.{HF_TO_GGUF[part]}.weight"
         if values.ndim == 1:
             writer.add_tensor(target, values.astype(np.float32))
         else:
-            writer.add_tensor(target, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+            writer.add_tensor(
+                target, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -66,9 +72,13 @@ def test_gguf_equals_the_hf_form_of_the_same_numbers(tmp_path, section, kind):
     write_gguf(tmp_path / "m.gguf", tiny.to_hf(weights), kind)
     # What the quantised blocks hold: rows are quantised one by one, so their order does not matter.
     rounded = {
-        name: w
-        if w.ndim == 1
-        else torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(w.float().numpy(), kind), kind).copy())
+        name: (
+            w
+            if w.ndim == 1
+            else torch.from_numpy(
+                gguf.quants.dequantize(gguf.quants.quantize(w.float().numpy(), kind), kind).copy()
+            )
+        )
         for name, w in weights.items()
     }
     opened = load_state_dict(section)
@@ -104,4 +114,3 @@ def test_unsuitable_gguf_is_refused(tmp_path, section):
     write_gguf(path, hf, gguf.GGMLQuantizationType.Q8_0, architecture="qwen2")
     with pytest.raises(ValueError, match="architecture 'qwen2'; of GGUF files only 'llama'"):
         load_state_dict(section)
-

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_checkpoints as tiny
 import torch
 from safetensors.torch import save_file
 from torchtune.models.convert_weights import tune_to_hf
+
+import tiny_checkpoints as tiny
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "load_memory.py"
 CONFIG = {
@@ -59,19 +60,34 @@ for case in sys.argv[2:]:
 
 def test_peak_of_one_process(folders):
     """At most 1.2 times the weights plus the largest tensor, converted or not."""
-    cases = [f"{folders / stored} bf16 {' '.join(form)}" for form in FORMS.values() for stored in ("bfloat16", "float32")]
+    cases = [
+        f"{folders / stored} bf16 {' '.join(form)}"
+        for form in FORMS.values()
+        for stored in ("bfloat16", "float32")
+    ]
     command = [sys.executable, "-c", MEASURE_ALL, str(SCRIPT.parent), *cases]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert len(lines) == len(cases)
     for case, line in zip(cases, lines, strict=True):
         found = json.loads(line)
         assert found["resident_growth_bytes"] > 0.8 * found["weight_bytes"], (case, found)
-        assert found["peak_growth_bytes"] <= 1.2 * found["weight_bytes"] + found["largest_bytes"], (case, found)
+        assert found["peak_growth_bytes"] <= 1.2 * found["weight_bytes"] + found["largest_bytes"], (
+            case,
+            found,
+        )
 
 
 @pytest.mark.parametrize("form", ["safetensors", pytest.param("torch", marks=pytest.mark.slow)])
 def test_two_processes_share_what_needs_no_conversion(folders, form):
-    command = [sys.executable, str(SCRIPT), str(folders / "bfloat16"), "bf16", *FORMS[form], "--processes", "2"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        str(folders / "bfloat16"),
+        "bf16",
+        *FORMS[form],
+        "--processes",
+        "2",
+    ]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     alone, *ranks = map(json.loads, lines)
     assert len(ranks) == 2

@@ -4,16 +4,18 @@ import json
 import shutil
 
 import pytest
-import tiny_checkpoints as tiny
 import torch
 from safetensors.torch import save_file
 from torchtune.modules.peft import get_merged_lora_ckpt
 from torchtune.training import FullModelHFCheckpointer
 
+import tiny_checkpoints as tiny
 from ppl_eval.checkpoints import load_state_dict
 
 RANK, ALPHA = 4, 8
-MODULES = [f"layers.{i}.attn.{p}" for i in range(tiny.LAYERS) for p in ("q_proj", "k_proj")] + ["layers.1.mlp.w2"]
+MODULES = [f"layers.{i}.attn.{p}" for i in range(tiny.LAYERS) for p in ("q_proj", "k_proj")] + [
+    "layers.1.mlp.w2"
+]
 
 
 @pytest.fixture
@@ -26,7 +28,9 @@ def factors(weights, seed=3, scale=0.5, dtype=torch.bfloat16):
     adapter = {}
     for module in MODULES:
         rows, columns = weights[f"{module}.weight"].shape
-        adapter[f"{module}.lora_a.weight"] = (torch.randn(RANK, columns, generator=generator) * scale).to(dtype)
+        adapter[f"{module}.lora_a.weight"] = (torch.randn(RANK, columns, generator=generator) * scale).to(
+            dtype
+        )
         adapter[f"{module}.lora_b.weight"] = (torch.randn(rows, RANK, generator=generator) * scale).to(dtype)
     return adapter
 
@@ -37,13 +41,19 @@ def merge(weights, adapter, alpha=ALPHA):
 
 @pytest.fixture
 def trained(tmp_path, weights):
-    """A base model, and the epoch folder that torchtune's LoRA recipe writes for it: (base section, epoch folder)."""
+    """A base model, and the epoch folder that torchtune's LoRA recipe writes for it: (base section, epoch
+    folder)."""
     base = tiny.write_hf(tmp_path / "base", weights)
     files = {"checkpoint_dir": base["checkpoint_dir"], "checkpoint_files": ["model.safetensors"]}
     checkpointer = FullModelHFCheckpointer(**files, model_type="LLAMA3_2", output_dir=str(tmp_path / "out"))
     checkpointer.load_checkpoint()
     adapter = factors(weights)
-    config = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "k_proj", "w2"], "peft_type": "LORA"}
+    config = {
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": ["q_proj", "k_proj", "w2"],
+        "peft_type": "LORA",
+    }
     state = {"model": merge(weights, adapter), "adapter": dict(adapter), "adapter_config": config}
     checkpointer.save_checkpoint(state, epoch=0, intermediate_checkpoint=False)
     return base, tmp_path / "out" / "epoch_0"
@@ -70,7 +80,7 @@ def test_both_forms_give_torchtunes_merged_weights(trained, weights, file):
 def test_second_merge_is_refused(trained, tmp_path):
     base, epoch = trained
     merged = base | {"checkpoint_dir": str(epoch)}
-    with pytest.raises(ValueError, match="already contains the adapter.*same epoch folder"):
+    with pytest.raises(ValueError, match=r"already contains the adapter.*same epoch folder"):
         load_state_dict(merged | {"adapter_checkpoint": str(epoch)})
     # Neither names nor places tell here: the weights themselves do.
     for name in ("adapter_model.pt", "adapter_model.safetensors"):
@@ -78,7 +88,9 @@ def test_second_merge_is_refused(trained, tmp_path):
         apart.mkdir()
         shutil.copy(epoch / name, apart / name)
         shutil.copy(epoch / "adapter_config.json", apart)
-        with pytest.raises(ValueError, match=r"already contains the adapter.*5 of 5 probed layers.*1\.0\d times"):
+        with pytest.raises(
+            ValueError, match=r"already contains the adapter.*5 of 5 probed layers.*1\.0\d times"
+        ):
             load_state_dict(merged | {"adapter_checkpoint": str(apart)})
     # Another adapter on top of a merged one is a base model like any other.
     other = tmp_path / "other"
@@ -131,7 +143,12 @@ def test_what_cannot_be_merged_is_refused(trained, weights, tmp_path):
     base, epoch = trained
     path = epoch / "adapter_config.json"
     config = json.loads(path.read_text())
-    for change in ({"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"alpha_pattern": {"q": 2}}, {"peft_type": "LOHA"}):
+    for change in (
+        {"modules_to_save": ["lm_head"]},
+        {"bias": "all"},
+        {"alpha_pattern": {"q": 2}},
+        {"peft_type": "LOHA"},
+    ):
         path.write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=f"asks for .*{next(iter(change))}"):
             load_state_dict(base | {"adapter_checkpoint": str(epoch)})
@@ -142,7 +159,10 @@ def test_what_cannot_be_merged_is_refused(trained, weights, tmp_path):
     for content, told in (
         (half, r"lacks layers\.1\.mlp\.w2\.lora_b\.weight"),
         (deeper, r"not in the model \(3\): layers\.7\.attn\.k_proj"),
-        (wider, r"wrongly shaped \(1\): layers\.1\.mlp\.w2\.weight \(adapter \[9, 128\], model \[64, 128\]\)"),
+        (
+            wider,
+            r"wrongly shaped \(1\): layers\.1\.mlp\.w2\.weight \(adapter \[9, 128\], model \[64, 128\]\)",
+        ),
         (adapter | {"norm.scale": torch.ones(64)}, r"more than linear layers(.|\n)*norm\.scale"),
     ):
         torch.save(content, tmp_path / "bad.pt")
@@ -160,7 +180,8 @@ PEFT_LAYERS = {
 
 @pytest.mark.parametrize("model_type", PEFT_LAYERS)
 def test_peft_rows_follow_the_familys_own_conversion(tmp_path, model_type):
-    """Merging in Hugging Face's names and converting gives what converting and merging gives; head_dim 12 is not 32/4."""
+    """Merging in Hugging Face's names and converting gives what converting and merging gives; head_dim 12 is
+    not 32/4."""
     config = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     config |= {"head_dim": 12} if model_type != "PHI3_MINI" else {}
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +197,9 @@ def test_peft_rows_follow_the_familys_own_conversion(tmp_path, model_type):
         (tmp_path / name).mkdir()
         save_file(content, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-        sections.append({"_component_": tiny.HF, "checkpoint_dir": str(tmp_path / name), "model_type": model_type})
+        sections.append(
+            {"_component_": tiny.HF, "checkpoint_dir": str(tmp_path / name), "model_type": model_type}
+        )
     save_file(adapter, tmp_path / "adapter_model.safetensors")
     opened = load_state_dict(sections[0] | {"adapter_checkpoint": str(tmp_path), "lora_alpha": ALPHA})
     expected = load_state_dict(sections[1])

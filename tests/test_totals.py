@@ -5,7 +5,6 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,20 +65,12 @@ def test_hand_numbers():
     found.add(scores([2.0, 6.0], [1, 2]))
     assert (found.nll_sum, found.num_tokens, found.num_windows) == (8.0, 3, 2)
     assert found.ce_loss() == 8 / 3
-    # Residuals 2 - 8/3 and 6 - 16/3: W/(W-1) * (4/9 + 4/9) / 3^2.
-    assert found.ce_loss_stderr() == pytest.approx(math.sqrt(2 * (8 / 9) / 9), rel=1e-15)
 
 
 def test_ce_loss_divides_the_exact_sum_once():
     found = Totals()
     found.add(scores([0.1] * 10, [1] * 10))
     assert found.ce_loss() == float(Fraction(0.1))
-
-
-def test_no_stderr_from_one_window():
-    found = Totals()
-    found.add(scores([2.0], [1]))
-    assert found.ce_loss_stderr() is None
 
 
 def test_drift_of_every_precision_over_ten_million_windows(capsys):

@@ -11,7 +11,13 @@ from torchtune.models.llama2 import llama2
 from torchtune.models.llama3_2 import llama3_2
 
 HEADS, KV_HEADS, DIM, HIDDEN, LAYERS, VOCAB = 4, 2, 64, 128, 2, 96
-SIZES = {"vocab_size": VOCAB, "num_layers": LAYERS, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "embed_dim": DIM}
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_layers": LAYERS,
+    "num_heads": HEADS,
+    "num_kv_heads": KV_HEADS,
+    "embed_dim": DIM,
+}
 HF_CONFIG = {
     "model_type": "llama",
     "hidden_size": DIM,

@@ -24,6 +24,7 @@ class Batch:
         document_B: document of each window.
         start_B: first position of each window in its document.
         scored_lanes: set hash of the scored targets (see ``coverage``).
+        weights_B: weight of each window's mean NLL, where the protocol has such weights; int64.
     """
 
     tokens_BT: torch.Tensor
@@ -32,6 +33,7 @@ class Batch:
     document_B: IntArray
     start_B: IntArray
     scored_lanes: coverage.Lanes
+    weights_B: IntArray | None = None
 
 
 class WindowBatches(Dataset[Batch]):
@@ -63,6 +65,7 @@ class WindowBatches(Dataset[Batch]):
                 coverage.lanes_of(none, none),
             )
         windows = self.plan.batch_windows(batch)
+        weights = self.plan.protocol.window_weights
         tokens_BT, labels_BT = self._tensors(windows)
         first = batch * self.plan.batch_size
         return Batch(
@@ -72,6 +75,7 @@ class WindowBatches(Dataset[Batch]):
             windows.document,
             windows.start,
             scored_lanes(windows, self.data),
+            None if weights is None else weights(windows),
         )
 
     def _tensors(self, windows: Windows) -> tuple[IntArray, IntArray]:
@@ -110,6 +114,25 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
         kept = data.labels[data.offsets_D1[document_N] + position_N] != IGNORE_INDEX
         document_N, position_N = document_N[kept], position_N[kept]
     return coverage.lanes_of(document_N, position_N)
+
+
+def masked_targets(plan: Plan, data: TokenData) -> int:
+    """Targets of the plan's windows whose label is -100: ``plan.expected_targets()`` counts them, nothing "
+    "scores them."""
+    if data.labels is None:
+        return 0
+    num_masked = 0
+    step = max(1, (1 << 20) // plan.protocol.max_seq_len)
+    for first in range(0, plan.num_windows, step):
+        windows = plan.windows(first, min(first + step, plan.num_windows))
+        begin = data.offsets_D1[windows.document]
+        # Running counts of masked labels over the span of these windows: a difference of two is a window's.
+        low, high = int((begin + windows.score_start).min()), int((begin + windows.stop).max())
+        masked = np.concatenate([[0], np.cumsum(data.labels[low:high] == IGNORE_INDEX)])
+        num_masked += int(
+            (masked[begin + windows.stop - low] - masked[begin + windows.score_start - low]).sum()
+        )
+    return num_masked
 
 
 def expected_lanes(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.Lanes:

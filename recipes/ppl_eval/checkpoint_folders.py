@@ -1,4 +1,5 @@
-"""Which files of a folder are the checkpoint: named in the config, found by name, or in a training run's last epoch."""
+"""Which files of a folder are the checkpoint: named in the config, found by name, or in a training run's last
+epoch."""
 
 import json
 from collections.abc import Mapping
@@ -51,8 +52,8 @@ def weight_paths(cfg: Mapping[str, Any], folder: Path) -> list[Path]:
         adapter = next((name for name in ADAPTER_FILES if (folder / name).is_file()), None)
         if adapter:
             raise ValueError(
-                f"{folder} holds an adapter ({adapter}) and no weights: set checkpoint_dir to the base model's folder and "
-                f"checkpointer.adapter_checkpoint to {folder}"
+                f"{folder} holds an adapter ({adapter}) and no weights: set checkpoint_dir to the base"
+                f" model's folder and checkpointer.adapter_checkpoint to {folder}"
             )
         names = ", ".join(FOUND_BY_NAME)
         raise ValueError(

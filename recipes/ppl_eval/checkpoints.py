@@ -137,8 +137,8 @@ def _adapter(cfg: Mapping[str, Any], folder: Path, notes: list[str]) -> Path | N
         beside = next((name for name in ADAPTER_FILES if (folder / name).is_file()), None)
         if beside:
             notes.append(
-                f"{beside} lies beside the weights and was not merged: torchtune's weights contain it already "
-                "(checkpointer.adapter_checkpoint merges one)"
+                f"{beside} lies beside the weights and was not merged: torchtune's weights contain it already"
+                " (checkpointer.adapter_checkpoint merges one)"
             )
         return None
     path = find_adapter(str(named), [Path(), folder, folder.parent, Path(str(cfg.get("output_dir") or "."))])

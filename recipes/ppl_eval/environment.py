@@ -23,9 +23,13 @@ def choose_device(device: str, backend: str | None) -> torch.device:
             f"backend is {backend!r}, which this torch does not have; leave it out, or use gloo or nccl"
         )
     try:
-        return utils.get_device(device)
+        found = utils.get_device(device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device is {device!r}: {error}") from error
+    # torchtune falls back to the CPU without a word.
+    if found.type != torch.device(device).type:
+        raise ValueError(f"device is {device!r}, but torch finds none on this machine; use device=cpu")
+    return found
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:

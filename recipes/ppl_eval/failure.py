@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from ppl_eval.world import ABORT, EXIT_BAD_INPUT, EXIT_FAILED, POLL, Stop, World
 
+_GRACE_SECONDS = 5.0
+
 
 @contextmanager
 def fail_together(world: World) -> Iterator[None]:
@@ -62,6 +64,9 @@ def _watch_for_abort(world: World) -> Iterator[None]:
                     file=sys.stderr,
                     flush=True,
                 )
+            # The launcher of this node should find the rank that failed before those that only follow.
+            if reason["host"] == world.host and done.wait(_GRACE_SECONDS):
+                return
             # A collective or a kernel cannot be interrupted in any other way.
             os._exit(EXIT_FAILED)
 

@@ -134,7 +134,8 @@ def _check_kind(path: Path, fields: dict[str, Any], model_type: str) -> None:
 
 
 def _tune_name(name: str) -> str:
-    """torchtune's name; a tensor that is not known keeps its own and is reported with everything that does not fit."""
+    """torchtune's name; a tensor that is not known keeps its own and is reported with everything that does
+    not fit."""
     layer = LAYER.fullmatch(name)
     if layer and layer[2] in LAYER_NAMES:
         return f"layers.{layer[1]}.{LAYER_NAMES[layer[2]]}"

@@ -50,7 +50,7 @@ def find_adapter(named: str, bases: list[Path]) -> Path:
             return found
     raise ValueError(
         f"checkpointer.adapter_checkpoint {named} was not found in {', '.join(map(str, bases))}; it is a "
-        f"file, or a folder "
+        "file, or a folder "
         f"with one of {', '.join(ADAPTER_FILES)}"
     )
 
@@ -96,9 +96,10 @@ def merge_adapter(
         )
     ranks = sorted({pair.a.shape[0] for pair in pairs.values()})
     alphas = sorted({alpha for _, alpha in scaled.values()})
+    dora = ", DoRA" if any(pair.magnitude is not None for pair in pairs.values()) else ""
     notes.append(
         f"adapter {path.name} merged into {len(pairs)} weights: rank {', '.join(map(str, ranks))}, "
-        f"alpha {', '.join(f'{a:g}' for a in alphas)}{', DoRA' if any(p.magnitude is not None for p in pairs.values()) else ''}"
+        f"alpha {', '.join(f'{a:g}' for a in alphas)}{dora}"
     )
 
 
@@ -142,14 +143,16 @@ def _tune_pairs(stored: Mapping[str, StoredTensor]) -> dict[str, Pair]:
 def _peft_pairs(
     stored: Mapping[str, StoredTensor], model_type: str, hf_config: dict[str, Any] | None
 ) -> dict[str, Pair]:
-    """PEFT's factors in torchtune's order: B has the rows of the weight, so the weight's converter orders them."""
+    """PEFT's factors in torchtune's order: B has the rows of the weight, so the weight's converter orders
+    them."""
     names = [name.removesuffix(".lora_A.weight") for name in stored if name.endswith(".lora_A.weight")]
     known = {f"{name}.{end}.weight" for name in names for end in ("lora_A", "lora_B")}
     rest = [name for name in stored if name not in known]
     if any("lora_magnitude_vector" in name for name in rest):
         raise ValueError(
-            "the adapter is a DoRA in PEFT's form: torchtune writes the magnitudes of q and k in another order than PEFT, and "
-            "the file does not tell which; use torchtune's adapter_model.pt, or merge it first"
+            "the adapter is a DoRA in PEFT's form: torchtune writes the magnitudes of q and k in another"
+            " order than PEFT, and the file does not tell which; use torchtune's adapter_model.pt, or merge"
+            " it first"
         )
     _refuse_rest(rest)
     converter = converter_of("hf", model_type, hf_config)
@@ -202,8 +205,8 @@ def _rank_and_alpha(config: Mapping[str, Any], pair: Pair, alpha: float | None) 
     found = config.get("lora_alpha", alpha)
     if found is None:
         raise ValueError(
-            "the adapter has no adapter_config.json beside it, so its scale is unknown: set checkpointer.lora_alpha to the "
-            "lora_alpha of the training's model section"
+            "the adapter has no adapter_config.json beside it, so its scale is unknown: set"
+            " checkpointer.lora_alpha to the lora_alpha of the training's model section"
         )
     if alpha is not None and float(found) != float(alpha):
         raise ValueError(
@@ -223,15 +226,17 @@ def _merged(read: Any, name: str, pair: Pair, rank: float, alpha: float) -> torc
 
 
 def refuse_same_epoch(path: Path, folder: Path) -> None:
-    """Refuses an adapter beside the weights of a torchtune epoch: torchtune merges it into the weights it writes there.
+    """Refuses an adapter beside the weights of a torchtune epoch: torchtune merges it into the weights it
+    writes there.
 
     Raises:
         ValueError: the adapter lies in the weights' folder, and that is an epoch's.
     """
     if path.parent.resolve() == folder.resolve() and folder.resolve().name.startswith("epoch_"):
         raise ValueError(
-            f"the checkpoint already contains the adapter {path}: torchtune merged it into the weights that it wrote to the "
-            "same epoch folder. Drop checkpointer.adapter_checkpoint, or point checkpoint_dir to the base model"
+            f"the checkpoint already contains the adapter {path}: torchtune merged it into the weights that"
+            " it wrote to the same epoch folder. Drop checkpointer.adapter_checkpoint, or point"
+            " checkpoint_dir to the base model"
         )
 
 
@@ -249,17 +254,19 @@ def _refuse_second_merge(
     told = [share for share in shares if share is not None]
     if told and all(abs(share - 1) < MERGED_TOLERANCE for share in told):
         raise ValueError(
-            f"the checkpoint already contains the adapter {path}: in {len(told)} of {len(told)} probed layers the weights hold "
-            f"{sum(told) / len(told):.2f} times its update. Drop checkpointer.adapter_checkpoint, or point checkpoint_dir "
-            "to the base model"
+            f"the checkpoint already contains the adapter {path}: in {len(told)} of {len(told)} probed layers"
+            f" the weights hold {sum(told) / len(told):.2f} times its update. Drop"
+            " checkpointer.adapter_checkpoint, or point checkpoint_dir to the base model"
         )
 
 
 def merged_share(weight: torch.Tensor, pair: Pair, rank: float, alpha: float) -> float | None:
-    """How many times the update D = alpha/rank B A is contained in W: <W, D> / <D, D>, computed without forming D.
+    """How many times the update D = alpha/rank B A is contained in W: <W, D> / <D, D>, computed without
+    forming D.
 
-    A base weight is no multiple of an update learnt later: the share is near 0. Noise of the base weight of standard
-    deviation s adds about s / |D|; where that is not small the layer tells nothing and None is returned.
+    A base weight is no multiple of an update learnt later: the share is near 0. Noise of the base weight of
+    standard deviation s adds about s / |D|; where that is not small the layer tells nothing and None is
+    returned.
     """
     a, b, w = pair.a.float(), pair.b.float(), weight.float()
     scale = alpha / rank

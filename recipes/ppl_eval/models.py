@@ -5,14 +5,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
+from ppl_eval import config_check, families, parallel
 from ppl_eval.checkpoints import LoadedCheckpoint
+from ppl_eval.components import instantiate
+from ppl_eval.mesh import ParallelDims
 from ppl_eval.quantization import QuantizationReport, quantize
 from ppl_eval.scoring import ScoringModel
-from ppl_eval.settings import Settings, instantiate
-from ppl_eval.weights import load_into
+from ppl_eval.settings import Settings
+from ppl_eval.weights import check_state_dict, is_quantized, load_into, note_conversions
 
 
 @dataclass
@@ -48,6 +52,31 @@ def build_on_meta(settings: Settings, dtype: torch.dtype) -> TransformerDecoder:
     return model
 
 
+def match_family(
+    model: TransformerDecoder, checkpoint: LoadedCheckpoint, settings: Settings
+) -> tuple[str, list[str]]:
+    """Mend what torchtune computes differently from transformers, then hold the model against config.json.
+
+    Args:
+        model: as built, on meta: before weights, shards and quantisation.
+        checkpoint: opened, for its config.json.
+        settings: for the builder's name, ``config_check`` and the checkpointer's ``model_type``.
+
+    Returns:
+        The verdict of the check and notes.
+
+    Raises:
+        ValueError: if the family is not supported, or the model differs from config.json.
+    """
+    builder = settings.model._component_
+    notes = families.correct(model, builder, checkpoint.hf_config)
+    model_type = settings.checkpointer.get("model_type")
+    verdict, remarks = config_check.verify(
+        model, builder, checkpoint.hf_config, settings.config_check, model_type
+    )
+    return verdict, notes + remarks
+
+
 def check_fit(model: TransformerDecoder, max_seq_len: int, vocab_size: int) -> None:
     """Refuse windows longer than the model's context, and a tokenizer with ids that the model does not have.
 
@@ -74,23 +103,54 @@ def load_model(
     settings: Settings,
     device: torch.device,
     dtype: torch.dtype,
+    dims: ParallelDims,
+    mesh: DeviceMesh | None,
 ) -> BuiltModel:
-    """Fill a model built on meta, quantise it, and wrap it for scoring.
+    """Fill a model built on meta, quantise it, split it over the mesh, and wrap it for scoring.
 
     Raises:
-        ValueError: if checkpoint and model do not fit, or the quantiser cannot be used.
+        ValueError: if checkpoint and model do not fit, the quantiser cannot be used, or the model cannot be
+            split so.
     """
     num_parameters = count_parameters(decoder)
-    notes = load_into(decoder, checkpoint.state_dict, dtype=dtype, device=device)
+    state_dict = checkpoint.state_dict
     decoder.eval().requires_grad_(False)
+    whole = settings.quantizer is not None or any(map(is_quantized, state_dict.meta.values()))
+    if whole:
+        dims.check_quantized()
+    whole = whole or not (dims.fsdp_enabled or dims.tp_enabled)
+    plan = settings.tensor_parallel_plan
+
+    def split() -> parallel.SplitModel:
+        return parallel.split_model(
+            decoder,
+            dims,
+            mesh,
+            device,
+            max_logits_bytes=int(settings.max_logits_mib * 2**20),
+            shard=not whole,
+            plan=None if plan is None else instantiate("tensor_parallel_plan", plan),
+            reshard_after_forward=settings.fsdp_reshard_after_forward,
+            cpu_offload=settings.fsdp_cpu_offload,
+        )
+
+    notes: list[str] = []
     report = None
-    if settings.quantizer is not None:
-        report = quantize(decoder, settings.quantizer, device)
-        notes += report.notes
-    scorer = ScoringModel(decoder, int(settings.max_logits_mib * 2**20))
+    if whole:
+        notes += load_into(decoder, state_dict, dtype=dtype, device=device)
+        decoder.requires_grad_(False)
+        if settings.quantizer is not None:
+            report = quantize(decoder, settings.quantizer, device)
+            notes += report.notes
+        model = split()
+    else:
+        names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
+        notes += note_conversions(state_dict, names, dtype)
+        model = split()
+        model.load(state_dict)
     if settings.compile:
         training.compile_model(decoder)
-    return BuiltModel(scorer, num_parameters, report, notes)
+    return BuiltModel(model.scorer, num_parameters, report, notes + model.notes)
 
 
 def count_parameters(model: nn.Module) -> int:

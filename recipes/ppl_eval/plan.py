@@ -42,6 +42,11 @@ class Plan:
         """Whether every window of every document is in the run."""
         return self.num_windows == int(self.first_window_D1[-1])
 
+    def windows_per_document(self) -> IntArray:
+        """Windows of the run in each document, up to the last document that has one; int64."""
+        last = int(np.searchsorted(self.first_window_D1, self.num_windows, side="left"))
+        return np.diff(np.minimum(self.first_window_D1[: last + 1], self.num_windows))
+
     def windows(self, first: int, last: int) -> Windows:
         """The windows with ids [first, last)."""
         assert 0 <= first <= last <= self.num_windows, (first, last, self.num_windows)
@@ -56,6 +61,12 @@ class Plan:
         """The windows of one batch."""
         first = batch * self.batch_size
         return self.windows(first, min(first + self.batch_size, self.num_windows))
+
+    def notes(self) -> list[str]:
+        """What a reader of the result must know about dropped tails and cut samples."""
+        if self.protocol.notes is None or not self.is_whole:
+            return []
+        return self.protocol.notes(self.length_D)
 
     def expected_targets(self) -> int:
         """Targets that the plan says must be scored, before any label mask.

@@ -7,8 +7,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from ppl_eval.metrics import exp_or_infinity
 from ppl_eval.totals import Totals
+from ppl_eval.windows import exp_or_infinity
 
 _LINE_EVERY_SECONDS = 10.0
 
@@ -23,13 +23,14 @@ class Progress:
         expected_tokens: targets that this rank will score, roughly.
         world_size: data-parallel degree, to say what part this is.
         enabled: False on all ranks but one.
-        stream: where to show it.
+        stream: where to show it; None is stderr.
     """
 
     def __init__(
-        self, expected_tokens: int, world_size: int, enabled: bool, stream: TextIO = sys.stderr
+        self, expected_tokens: int, world_size: int, enabled: bool, stream: TextIO | None = None
     ) -> None:
-        self.expected_tokens, self.enabled, self.stream = expected_tokens, enabled, stream
+        self.expected_tokens, self.enabled = expected_tokens, enabled
+        self.stream = stream = stream or sys.stderr
         self._share = "" if world_size == 1 else f" (rank 0 of {world_size})"
         self._begin = self._last_line = time.monotonic()
         self._bar = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ppl_eval import coverage, metrics, report
+from ppl_eval import coverage, denominators, metrics, records, report
 from ppl_eval.environment import peak_memory_bytes, versions
 
 if TYPE_CHECKING:
@@ -33,24 +34,27 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
         recipe: after ``evaluate``.
         per_rank: ``rank_row`` of every rank.
     """
-    settings, totals, data, plan = recipe.settings, recipe.totals, recipe.data, recipe.plan
+    settings, totals, inputs = recipe.settings, recipe.totals, recipe.inputs
+    data, plan, protocol = inputs.data, inputs.plan, inputs.protocol
     columns = {name: per_rank[:, i].tolist() for i, name in enumerate(_ROW)}
+    covered = denominators.covered_text(plan, data, inputs.encoder)
     quantization = recipe.model.quantization
     return {
         "schema": report.SCHEMA,
-        **metrics.figures(totals, *recipe.denominators),
+        **metrics.all_figures(recipe.tally, protocol, data, covered),
         "num_documents": data.num_documents,
         "coverage": {
-            "expected_tokens": recipe.expected_tokens,
+            "expected_tokens": inputs.expected_tokens,
             "scored_tokens": totals.num_tokens,
             "sha256": coverage.digest(totals.scored_lanes, totals.num_tokens),
         },
         "aggregation": _aggregation(recipe),
         "protocol": {
-            "name": recipe.protocol.name,
-            **recipe.protocol.parameters,
+            "name": protocol.name,
+            **protocol.parameters,
             "bos_tokens": data.fingerprint["bos_tokens"],
-            "denominator": "scored tokens",
+            "prefix_token": inputs.prefix_token,
+            "denominator": protocol.denominator,
         },
         "plan": {
             "batch_size": plan.batch_size,
@@ -65,6 +69,7 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             },
             "num_parameters": recipe.model.num_parameters,
             "checkpoint": recipe.checkpoint.identity,
+            "config_check": recipe.config_check,
         },
         "quantizer": (
             None
@@ -79,8 +84,8 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             }
         ),
         "dataset": {
-            "name": recipe.source.name,
-            "parameters": recipe.source.parameters,
+            "name": inputs.source.name,
+            "parameters": inputs.source.parameters,
             "num_stream_tokens": data.num_tokens,
             "fingerprint": data.fingerprint,
         },
@@ -98,6 +103,22 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
         "versions": versions(),
         "notes": recipe.notes,
     }
+
+
+def write_records(recipe: DistributedPPLEvalRecipe) -> None:
+    """Write what each window and document scored, where asked for; all ranks take part."""
+    settings, inputs = recipe.settings, recipe.inputs
+    if recipe.tally.records is not None:
+        records.write(
+            Path(settings.output_dir) if recipe.world.rank == 0 else None,
+            recipe.tally.records,
+            inputs.plan,
+            inputs.data,
+            denominators.covered_text(inputs.plan, inputs.data, inputs.encoder),
+            recipe.add_over_ranks,
+            per_window=settings.per_window,
+            per_document=settings.per_document,
+        )
 
 
 def _aggregation(recipe: DistributedPPLEvalRecipe) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """The config: read from YAML and command line, checked key by key. The only reader of this project's own
 keys."""
 
-import difflib
-import importlib
 import importlib.resources
-import inspect
+import importlib.util
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from ppl_eval.components import check_arguments, suggest
 
 _INTERPOLATION = re.compile(r"\$\{\s*([\w.]+)")
 _REQUIRED = object()
@@ -48,16 +48,27 @@ KEYS: dict[str, Key] = {
     "aggregation": Key((DictConfig,), OmegaConf.create({})),
     "seed": Key((int,), 42, at_least=0),
     "seed_check": Key((str,), "warn", ("warn", "error", "ignore")),
+    "config_check": Key((str,), "error", ("error", "warn", "off")),
     "device": Key((str,), "cpu"),
     "dtype": Key((str,), "bf16", ("bf16", "fp16", "fp32", "fp64")),
     "batch_size": Key((int,), 1, at_least=1),
     "max_windows": Key((int, _NONE), None, at_least=1),
     "max_logits_mib": Key((int, float), 64, at_least=0.001),
+    "per_window": Key((bool,), False),
+    "per_document": Key((bool,), False),
+    "position_buckets": Key((int, _NONE), None, at_least=1),
     "backend": Key((str, _NONE), None),
     "timeout_seconds": Key((int, float), 180, at_least=1),
     "baseline": Key((str, _NONE), None),
     "baseline_tolerance": Key((int, float), 0, at_least=0),
     "compile": Key((bool,), False),
+    "data_parallel_replicate_dim": Key((int, _NONE), None, at_least=-1),
+    "data_parallel_shard_dim": Key((int,), 1, at_least=-1),
+    "context_parallel_dim": Key((int,), 1, at_least=1),
+    "tensor_parallel_dim": Key((int,), 1, at_least=1),
+    "tensor_parallel_plan": Key((DictConfig, _NONE), None),
+    "fsdp_reshard_after_forward": Key((bool,), True),
+    "fsdp_cpu_offload": Key((bool,), False),
     "log_level": Key((str,), "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
     "log_peak_memory_stats": Key((bool,), False),
 }
@@ -81,10 +92,13 @@ class Settings:
     Attributes:
         config: the whole config, interpolations resolved.
         values: the value of every key of ``KEYS``, defaults filled in.
+        written: the same as plain Python, interpolations as they were written: equal on all hosts even where
+            a path is not.
     """
 
     config: DictConfig
     values: Mapping[str, Any]
+    written: Mapping[str, Any]
 
     def __getattr__(self, name: str) -> Any:
         """``settings.batch_size`` is the value of the key ``batch_size``."""
@@ -146,7 +160,7 @@ def find_config(name: str) -> Path:
     if key in shipped:
         return shipped[key]
     raise ValueError(
-        f"no config is called {name!r}: no such file, and no shipped config{_suggest(key, shipped)};"
+        f"no config is called {name!r}: no such file, and no shipped config{suggest(key, shipped)};"
         " `ppl-eval ls` lists them"
     )
 
@@ -172,12 +186,7 @@ def override(config: DictConfig, arguments: Iterable[str]) -> DictConfig:
                 f"cannot read the argument {argument!r}; overrides have the form key=value, or ~key to remove"
                 " a key"
             )
-        current = OmegaConf.select(config, key, throw_on_missing=False)
-        if (
-            isinstance(current, DictConfig)
-            and "_component_" in current
-            and not value.lstrip().startswith("{")
-        ):
+        if _names_component(config, key, value):
             key += "._component_"
         try:
             change = OmegaConf.from_dotlist([f"{key}={'null' if value == 'None' else value}"])
@@ -185,6 +194,16 @@ def override(config: DictConfig, arguments: Iterable[str]) -> DictConfig:
         except Exception as error:
             raise ValueError(f"cannot apply the override {argument!r}: {error}") from error
     return config
+
+
+def _names_component(config: DictConfig, key: str, value: str) -> bool:
+    """Whether ``key=value`` gives a section's component by its dotted path alone."""
+    if value in ("", "null", "None") or value.lstrip().startswith("{"):
+        return False
+    current = OmegaConf.select(config, key)
+    if isinstance(current, DictConfig):
+        return "_component_" in current
+    return current is None and key in KEYS and DictConfig in KEYS[key].types
 
 
 def check(config: DictConfig) -> Settings:
@@ -196,6 +215,8 @@ def check(config: DictConfig) -> Settings:
         ValueError: names the key, what was found, and what is allowed.
     """
     # Helper keys are welcome where something refers to them, as torchtune's configs do with `${output_dir}`.
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
     used = set(_INTERPOLATION.findall(OmegaConf.to_yaml(config)))
     helpers = {reference.split(".")[0] for reference in used}
     try:
@@ -206,13 +227,13 @@ def check(config: DictConfig) -> Settings:
         ) from error
     for name in config:
         if name not in KEYS and name not in helpers:
-            raise ValueError(f"unknown key {name!r}{_suggest(str(name), KEYS)}")
+            raise ValueError(f"unknown key {name!r}{suggest(str(name), KEYS)}")
     values = {name: _check_value(name, key, config) for name, key in KEYS.items()}
     aggregation = values["aggregation"]
     for name in aggregation:
         if name not in AGGREGATION_KEYS:
             raise ValueError(
-                f"unknown key 'aggregation.{name}'{_suggest(str(name), AGGREGATION_KEYS, 'aggregation.')}"
+                f"unknown key 'aggregation.{name}'{suggest(str(name), AGGREGATION_KEYS, 'aggregation.')}"
             )
     values["aggregation"] = {
         name: _check_value(name, key, aggregation, "aggregation.") for name, key in AGGREGATION_KEYS.items()
@@ -224,7 +245,13 @@ def check(config: DictConfig) -> Settings:
                 raise ValueError(f"{name}._component_ is missing: the dotted path of what to build")
             if component.startswith("ppl_eval."):
                 check_arguments(name, value)
-    return Settings(config, values)
+            elif importlib.util.find_spec(component.split(".")[0] or "?") is None:
+                raise ValueError(
+                    f"{name}._component_ is {component!r}, but there is no module {component.split('.')[0]!r}"
+                )
+    defaults = {name: key.default for name, key in KEYS.items() if key.default is not _REQUIRED}
+    defaults["aggregation"] = values["aggregation"]
+    return Settings(config, values, {**defaults, **{str(key): value for key, value in written.items()}})
 
 
 def _check_value(name: str, key: Key, config: DictConfig, prefix: str = "") -> Any:
@@ -236,7 +263,7 @@ def _check_value(name: str, key: Key, config: DictConfig, prefix: str = "") -> A
     # bool is an int to Python, but `batch_size: true` is a mistake.
     fits = isinstance(value, key.types) and (not isinstance(value, bool) or bool in key.types)
     if not fits or (key.allowed and value not in key.allowed):
-        hint = _suggest(value, key.allowed) if isinstance(value, str) and key.allowed else ""
+        hint = suggest(value, key.allowed) if isinstance(value, str) and key.allowed else ""
         raise ValueError(f"{prefix}{name} is {value!r}; it must be {_describe(key)}{hint}")
     if key.at_least is not None and value is not None and value < key.at_least:
         raise ValueError(f"{prefix}{name} is {value!r}; it must be at least {key.at_least}")
@@ -247,92 +274,3 @@ def _describe(key: Key) -> str:
     if key.allowed:
         return "one of " + ", ".join(map(str, key.allowed))
     return " or ".join(_TYPE_NAMES[kind] for kind in key.types)
-
-
-def _suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {prefix + near[0]!r}?" if near else ""
-
-
-def resolve_component(path: str, key: str) -> Any:
-    """Import what a dotted path names.
-
-    Args:
-        path: for example ``torchtune.models.llama3_2.llama3_2_1b``.
-        key: the config key it came from, for messages.
-
-    Raises:
-        ValueError: names the first part that does not exist, and the nearest that does.
-    """
-    parts = path.split(".")
-    try:
-        found: Any = importlib.import_module(parts[0])
-    except ImportError as error:
-        raise ValueError(f"{key} is {path!r}, but there is no module {parts[0]!r} ({error})") from error
-    for i, part in enumerate(parts[1:], start=1):
-        parent = ".".join(parts[:i])
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(f"{parent}.{part}")
-            except ModuleNotFoundError as error:
-                if error.name != f"{parent}.{part}" and error.name != parent:
-                    raise ValueError(
-                        f"{key} is {path!r}, but importing {parent}.{part} failed: {error}"
-                    ) from error
-                near = difflib.get_close_matches(part, dir(found), n=1, cutoff=0.5)
-                hint = f"; did you mean '{'.'.join([parent, near[0], *parts[i + 1 :]])}'?" if near else ""
-                raise ValueError(f"{key} is {path!r}, but {parent} has no {part!r}{hint}") from error
-        found = getattr(found, part)
-    return found
-
-
-def check_arguments(section: str, node: Mapping[str, Any]) -> Any:
-    """Import a section's component and check its argument names.
-
-    Returns:
-        The component.
-
-    Raises:
-        ValueError: for an argument that it does not take, or one that it needs and is not there.
-    """
-    component = resolve_component(node["_component_"], f"{section}._component_")
-    if not callable(component):
-        raise ValueError(f"{section}._component_ is {node['_component_']!r}, which is not callable")
-    try:
-        parameters = inspect.signature(component).parameters
-    except (TypeError, ValueError):
-        return component
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in node:
-        if name != "_component_" and name not in parameters and not takes_any:
-            raise ValueError(
-                f"unknown key '{section}.{name}': {node['_component_']} takes"
-                f" {', '.join(parameters) or 'nothing'}" + _suggest(str(name), parameters, f"{section}.")
-            )
-    for name, parameter in parameters.items():
-        needed = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if needed and name not in node:
-            raise ValueError(f"the config has no {section}.{name}, which {node['_component_']} needs")
-    return component
-
-
-def instantiate(section: str, node: DictConfig) -> Any:
-    """Build a section's component from its arguments.
-
-    Raises:
-        ValueError: if the component does not exist or does not take these arguments, or says that a value is
-            wrong.
-    """
-    component = check_arguments(section, node)
-    plain = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(plain, dict)
-    arguments = {str(name): value for name, value in plain.items() if name != "_component_"}
-    try:
-        return component(**arguments)
-    except (TypeError, AssertionError) as error:
-        raise ValueError(
-            f"{section}: {node['_component_']} refused its arguments {arguments}: {error}"
-        ) from error

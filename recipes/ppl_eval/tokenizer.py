@@ -1,5 +1,6 @@
 """One face for torchtune's tokenizers: text to ids without BOS, and what the model's own tokenizer call would
-add."""
+add.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -9,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+
+from ppl_eval.encoders import Encoding, encoding_of
 
 # What the family's Hugging Face tokenizer does when it is simply called on a text. torchtune's classes don't
 # say: their `encode` adds BOS unless told not to.
@@ -30,30 +32,36 @@ class TextEncoder:
     """A tokenizer as this project uses it.
 
     Attributes:
-        encode: text to ids, no BOS and no EOS; 1-D integer array.
+        encoding: text to ids, no BOS and no EOS, and what it takes to do so in pieces.
         decode: ids to text.
         bos_id: id of BOS, or None.
         eos_id: id of EOS, or None.
         adds_bos: whether the model's own tokenizer call puts BOS first.
         vocab_size: number of ids.
         sha256: hash of the tokenizer's files.
+        tokenizer: torchtune's object, for its own datasets.
     """
 
-    encode: Callable[[str], npt.NDArray[np.int64]]
+    encoding: Encoding
     decode: Callable[[list[int]], str]
     bos_id: int | None
     eos_id: int | None
     adds_bos: bool
     vocab_size: int
     sha256: str
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """Text to ids in one call, no BOS and no EOS."""
+        return self.encoding.encode(text)
 
     def bos_tokens(self, policy: str) -> list[int]:
-        """Ids that go before a text under a BOS policy.
+        """Ids that go before a text under a BOS policy; ``each_window`` leaves that to the windows.
 
         Raises:
             ValueError: if BOS is wanted and the tokenizer has none.
         """
-        if policy == "never" or (policy == "tokenizer" and not self.adds_bos):
+        if policy in ("never", "each_window") or (policy == "tokenizer" and not self.adds_bos):
             return []
         if self.bos_id is None:
             raise ValueError(
@@ -69,30 +77,34 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
         tokenizer: the component of the config's ``tokenizer`` section.
         config: that section, whose file names are hashed.
     """
+    from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+
+    encoding = encoding_of(tokenizer, config)
     if isinstance(tokenizer, HuggingFaceBaseTokenizer):
-        inner = tokenizer.tokenizer
-
-        def encode(text: str) -> npt.NDArray[np.int64]:
-            return np.array(inner.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-
         adds_bos = tokenizer.hf_adds_bos or bool((tokenizer.config or {}).get("add_bos_token"))
-        vocab_size = inner.get_vocab_size()
     else:
-
-        def encode(text: str) -> npt.NDArray[np.int64]:
-            return np.array(tokenizer.encode(text, add_bos=False, add_eos=False), dtype=np.int64)
-
         adds_bos = _ADDS_BOS.get(type(tokenizer).__name__, tokenizer.bos_id is not None)
-        vocab_size = tokenizer.vocab_size
     return TextEncoder(
-        encode=encode,
+        encoding=encoding,
         decode=tokenizer.decode,
         bos_id=tokenizer.bos_id,
         eos_id=tokenizer.eos_id,
         adds_bos=adds_bos,
-        vocab_size=vocab_size,
+        vocab_size=_vocab_size(tokenizer),
         sha256=_hash_files(config),
+        tokenizer=tokenizer,
     )
+
+
+def _vocab_size(tokenizer: Any) -> int:
+    """One more than the highest id. (What torchtune's classes call ``vocab_size`` may leave special tokens
+    out, and Qwen's have no such name.)
+    """
+    inner = getattr(tokenizer, "tokenizer", None)
+    if inner is not None and hasattr(inner, "get_vocab"):
+        return max(inner.get_vocab().values()) + 1
+    known = getattr(tokenizer, "vocab_size", None) or len(tokenizer.encoder)
+    return max(known, *(special + 1 for special in getattr(tokenizer, "special_tokens", {}).values()), 0)
 
 
 def _hash_files(config: Mapping[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Files that `torch.save` wrote: read with nothing executed, memory-mapped, and released while they are converted."""
+"""Files that `torch.save` wrote: read with nothing executed, memory-mapped, and released while they are
+converted."""
 
 import pickle
 import re
@@ -13,7 +14,8 @@ import torch
 from ppl_eval.checkpoint_files import StoredTensor, check_readable
 from ppl_eval.quantized_tensors import is_quantized
 
-# A file is mapped anew after this many bytes were handed out, so that the pages of converted weights do not pile up.
+# A file is mapped anew after this many bytes were handed out, so that the pages of converted weights do not
+# pile up.
 REMAP_BYTES = 16 * 1024 * 1024
 MAX_REMAPS = 64
 STORAGE_BYTES = {
@@ -61,9 +63,9 @@ def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) 
             ) from e
         if not allow_unsafe_pickle:
             raise ValueError(
-                f"{path} holds more than tensors: it asks for {refused[1]}. Loading it would run code that the file "
-                "chooses, with your rights. Convert it to safetensors; or, if you trust whoever wrote it, set "
-                "checkpointer.allow_unsafe_pickle=true"
+                f"{path} holds more than tensors: it asks for {refused[1]}. Loading it would run code that"
+                " the file chooses, with your rights. Convert it to safetensors; or, if you trust whoever"
+                " wrote it, set checkpointer.allow_unsafe_pickle=true"
             ) from e
     notes.append(f"{path.name} was unpickled without restrictions (allow_unsafe_pickle): its code ran")
     return _load(path, weights_only=False)
@@ -83,7 +85,8 @@ def index_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str])
     others = [str(name) for name, value in named.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ValueError(
-            f"{path} holds {len(others)} entries that are no tensors, first {others[0]}: no weights of a model"
+            f"{path} holds {len(others)} entries that are no tensors, first {others[0]}: no weights of a"
+            " model"
         )
     reopen = None
     if zipfile.is_zipfile(path):
@@ -107,8 +110,8 @@ def _remapping_reader(
 ) -> Callable[[str], torch.Tensor]:
     """A function from name to tensor that holds the file's mapping only for a while.
 
-    torch maps a file as a whole: pages that were read for a conversion stay resident as long as anything holds the mapping.
-    Weights that are used as they are keep theirs alive; the rest goes with this reader's.
+    torch maps a file as a whole: pages that were read for a conversion stay resident as long as anything
+    holds the mapping. Weights that are used as they are keep theirs alive; the rest goes with this reader's.
     """
     step = max(REMAP_BYTES, size // MAX_REMAPS)
     mapped: Mapping[str, torch.Tensor] = content
@@ -158,7 +161,8 @@ class _Inert(dict):
 
 
 class _StorageSizes(pickle.Unpickler):
-    """Adds up the bytes of the storages that a torch file's pickle refers to, without any name resolved to code."""
+    """Adds up the bytes of the storages that a torch file's pickle refers to, without any name resolved to
+    code."""
 
     num_bytes = 0
 

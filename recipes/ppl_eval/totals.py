@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ppl_eval.coverage import LANES
+from ppl_eval.windows import ScoredSums
 
 FRACTION_BITS = 96
 _LIMB_BITS = 32
 _LIMB = 1 << _LIMB_BITS
 # 96 fractional bits, 62 bits of value and 2^40 windows, with the sign, fit in 7 limbs.
-_NUM_LIMBS = 7
+NUM_LIMBS = 7
 _LARGEST = float(1 << 62)
 
 FloatArray = npt.NDArray[np.float64]
@@ -38,12 +38,25 @@ class WindowScores(NamedTuple):
         nll_sq_sum_B: sum of the squared per-token NLL, nats^2; float64.
         num_tokens_B: scored targets; int64.
         num_correct_B: scored targets that were the most likely token; int64.
+        nll_BT: NLL of each target, nats, 0 where none is scored; float64. None if it is not kept.
+        correct_BT: whether each scored target was the most likely token; int64. None likewise.
     """
 
     nll_sum_B: FloatArray
     nll_sq_sum_B: FloatArray
     num_tokens_B: IntArray
     num_correct_B: IntArray
+    nll_BT: FloatArray | None = None
+    correct_BT: IntArray | None = None
+
+    def subset(self, chosen_B: npt.NDArray[np.bool_]) -> WindowScores:
+        """The sums of some of the windows."""
+        return WindowScores(
+            self.nll_sum_B[chosen_B],
+            self.nll_sq_sum_B[chosen_B],
+            self.num_tokens_B[chosen_B],
+            self.num_correct_B[chosen_B],
+        )
 
 
 def to_fixed(values: FloatArray) -> int:
@@ -72,7 +85,7 @@ def to_limbs(fixed: int) -> list[int]:
     """Split a (signed) integer into limbs of 32 bits, least significant first; the last one carries the
     sign."""
     limbs = []
-    for _ in range(_NUM_LIMBS - 1):
+    for _ in range(NUM_LIMBS - 1):
         limbs.append(fixed & (_LIMB - 1))
         fixed >>= _LIMB_BITS
     assert -(1 << 31) <= fixed < (1 << 31), "a total outgrew its limbs"
@@ -98,9 +111,9 @@ class Totals:
     Attributes:
         nll_fixed: NLL of all scored targets, nats.
         token_nll_sq_fixed: sum over tokens of the squared NLL, nats^2.
-        window_nll_sq_fixed: sum over windows of the squared window NLL, nats^2.
-        window_nll_tokens_fixed: sum over windows of window NLL times window tokens.
-        window_tokens_sq: sum over windows of the squared number of tokens.
+        weighted_nll_fixed: sum over windows of the mean NLL of their tokens times the window's weight, nats;
+            for protocols with ``window_weights``.
+        window_weights: sum of these weights.
         num_tokens: scored targets.
         num_windows: windows scored.
         num_correct: scored targets that were the most likely token.
@@ -110,26 +123,32 @@ class Totals:
 
     nll_fixed: int = 0
     token_nll_sq_fixed: int = 0
-    window_nll_sq_fixed: int = 0
-    window_nll_tokens_fixed: int = 0
-    window_tokens_sq: int = 0
+    weighted_nll_fixed: int = 0
+    window_weights: int = 0
     num_tokens: int = 0
     num_windows: int = 0
     num_correct: int = 0
     scored_lanes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(LANES, dtype=np.uint64))
     expected_lanes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(LANES, dtype=np.uint64))
 
-    def add(self, scores: WindowScores) -> None:
-        """Add the windows of a batch."""
+    def add(self, scores: WindowScores, weights_B: IntArray | None = None) -> None:
+        """Add the windows of a batch, with weights (int64) for their means where the protocol has some."""
         tokens = scores.num_tokens_B
         self.nll_fixed += to_fixed(scores.nll_sum_B)
         self.token_nll_sq_fixed += to_fixed(scores.nll_sq_sum_B)
-        self.window_nll_sq_fixed += to_fixed(scores.nll_sum_B**2)
-        self.window_nll_tokens_fixed += to_fixed(scores.nll_sum_B * tokens)
-        self.window_tokens_sq += int((tokens * tokens).sum())
         self.num_tokens += int(tokens.sum())
         self.num_windows += len(tokens)
         self.num_correct += int(scores.num_correct_B.sum())
+        if weights_B is not None:
+            mean_B = scores.nll_sum_B / np.maximum(tokens, 1)
+            self.weighted_nll_fixed += to_fixed(mean_B * weights_B)
+            self.window_weights += int(weights_B.sum())
+
+    def add_tokens(self, nll_N: FloatArray, correct_N: IntArray) -> None:
+        """Add single tokens (of a position bucket): only NLL, tokens and the most likely ones are summed."""
+        self.nll_fixed += to_fixed(nll_N)
+        self.num_tokens += len(nll_N)
+        self.num_correct += int(correct_N.sum())
 
     def pack(self) -> IntArray:
         """All sums as one int64 vector, which may be added over ranks elementwise."""
@@ -150,8 +169,8 @@ class Totals:
         out = cls()
         for spec in dataclasses.fields(cls):
             if isinstance(getattr(out, spec.name), int):
-                setattr(out, spec.name, from_limbs(limbs[:_NUM_LIMBS]))
-                limbs = limbs[_NUM_LIMBS:]
+                setattr(out, spec.name, from_limbs(limbs[:NUM_LIMBS]))
+                limbs = limbs[NUM_LIMBS:]
             else:
                 pairs, limbs = limbs[: 2 * LANES], limbs[2 * LANES :]
                 lanes = [from_limbs(pairs[i : i + 2]) % (1 << 64) for i in range(0, 2 * LANES, 2)]
@@ -164,33 +183,20 @@ class Totals:
         """NLL of all scored targets in nats: the float64 nearest to the exact sum."""
         return fixed_to_float(self.nll_fixed)
 
+    def scored_sums(self, num_words: int) -> ScoredSums:
+        """What a protocol computes its own figures from."""
+        return ScoredSums(
+            nll_sum=self.nll_sum,
+            nll_sq_sum=fixed_to_float(self.token_nll_sq_fixed),
+            num_tokens=self.num_tokens,
+            weighted_nll_sum=fixed_to_float(self.weighted_nll_fixed),
+            weight_sum=self.window_weights,
+            num_words=num_words,
+        )
+
     def ce_loss(self) -> float:
         """NLL per scored token in nats, divided once."""
         return self.nll_fixed / (self.num_tokens << FRACTION_BITS)
-
-    def ce_loss_stderr(self) -> float | None:
-        """Standard error of ``ce_loss``, with windows as blocks: tokens of one window are not independent of
-        each other.
-
-        The ratio estimator's delta-method variance (Cochran, "Sampling Techniques", 3rd ed., section 2.11):
-        with W windows of n_w tokens and NLL y_w, r = sum y / sum n and Var(r) = W/(W-1) * sum (y_w - r n_w)^2
-        / (sum n)^2.
-
-        Returns:
-            The standard error in nats per token; None with fewer than two windows.
-        """
-        if self.num_windows < 2:
-            return None
-        unit = 1 << FRACTION_BITS
-        ratio = Fraction(self.nll_fixed, self.num_tokens * unit)
-        residual_sq = (
-            Fraction(self.window_nll_sq_fixed, unit)
-            - 2 * ratio * Fraction(self.window_nll_tokens_fixed, unit)
-            + ratio * ratio * self.window_tokens_sq
-        )
-        variance = residual_sq * self.num_windows / ((self.num_windows - 1) * self.num_tokens**2)
-        # The squares were rounded before they were added, so equal windows may leave a residue below zero.
-        return float(max(variance, Fraction(0))) ** 0.5
 
 
 class FloatSum:

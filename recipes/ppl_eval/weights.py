@@ -77,23 +77,35 @@ def load_into(
     notes: list[str] = []
     names = check_state_dict(model, state_dict, dtype=dtype, notes=notes)
     check_packed_for(meta_of(state_dict), device)
-    converted: dict[torch.dtype, int] = {}
+    notes += note_conversions(state_dict, names, dtype)
     loaded: dict[str, torch.Tensor] = {}
     for name in names:
         tensor = state_dict[name]
         if is_quantized(tensor) or not tensor.is_floating_point():
             loaded[name] = move(tensor, device)
             continue
-        if tensor.dtype != dtype:
-            converted[tensor.dtype] = converted.get(tensor.dtype, 0) + 1
         loaded[name] = tensor.to(device=device, dtype=dtype)
         del tensor
     model.load_state_dict(loaded, strict=True, assign=True)
     init_rotary_tables(model, device)
-    for source, num_weights in sorted(converted.items(), key=str):
-        notes.append(f"{num_weights} weights converted from {short_dtype(source)} to {short_dtype(dtype)}")
     assert_materialised(model)
     return notes
+
+
+def note_conversions(
+    state_dict: Mapping[str, torch.Tensor], names: list[str], dtype: torch.dtype
+) -> list[str]:
+    """One note per dtype that loading converts from; reads no tensor."""
+    meta = state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
+    converted: dict[torch.dtype, int] = {}
+    for name in names:
+        tensor = meta[name]
+        if not is_quantized(tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+            converted[tensor.dtype] = converted.get(tensor.dtype, 0) + 1
+    return [
+        f"{num_weights} weights converted from {short_dtype(source)} to {short_dtype(dtype)}"
+        for source, num_weights in sorted(converted.items(), key=str)
+    ]
 
 
 def check_state_dict(

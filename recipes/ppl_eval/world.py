@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from ppl_eval.reports import find_problem
 
@@ -191,21 +190,12 @@ def connect(timeout_seconds: float) -> World:
     """
     timeout = timedelta(seconds=timeout_seconds)
     env, host = os.environ, socket.gethostname()
-    store, rank, world_size = dist.HashStore(), 0, 1
+    store: dist.Store = dist.HashStore()
     if "RANK" in env and "WORLD_SIZE" in env:
-        try:
-            store, rank, world_size = next(iter(rendezvous("env://", timeout=timeout)))
-        except (ValueError, RuntimeError) as error:
-            address = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
-            print(
-                f"\nerror: rank {env['RANK']} on {host} cannot reach the rendezvous store at {address}"
-                f" (MASTER_ADDR, MASTER_PORT): {error}",
-                file=sys.stderr,
-            )
-            raise Stop(EXIT_FAILED) from error
+        store = _connect_store(timeout, host)
     return World(
-        rank=rank,
-        world_size=world_size,
+        rank=int(env.get("RANK", "0")),
+        world_size=int(env.get("WORLD_SIZE", "1")),
         local_rank=int(env.get("LOCAL_RANK", "0")),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
         node=env.get("GROUP_RANK", host),
@@ -213,6 +203,25 @@ def connect(timeout_seconds: float) -> World:
         store=store,
         timeout=timeout,
     )
+
+
+def _connect_store(timeout: timedelta, host: str) -> dist.Store:
+    env = os.environ
+    address, port = env.get("MASTER_ADDR", "127.0.0.1"), env.get("MASTER_PORT", "29500")
+    # torchrun's agent keeps the store; without one, rank 0 does.
+    is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        # Not waiting for the others here: `agree` does, and can say who is missing.
+        store = dist.TCPStore(address, int(port), None, is_master, timeout, wait_for_workers=False)
+    except (ValueError, RuntimeError) as error:
+        print(
+            f"\nerror: rank {env['RANK']} on {host} cannot reach the rendezvous store at {address}:{port}"
+            f" (MASTER_ADDR:MASTER_PORT): {error}",
+            file=sys.stderr,
+        )
+        raise Stop(EXIT_FAILED) from error
+    # A restarted run must not read what the failed one wrote.
+    return dist.PrefixStore(f"ppl_eval/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def environment_facts(world: World, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""Text to ids as picklable functions, so that worker processes can run any tokenizer; no torch in here, they
+stay small.
+
+An ``Encoding`` also says what cutting a long text into pieces needs to know (see ``pieces``).
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Encode = Callable[[str], Ids]
+
+# Pre-tokenizers that scan a text from left to right and remember nothing at a boundary.
+_MEMORYLESS = frozenset(
+    {
+        "BertPreTokenizer",
+        "ByteLevel",
+        "Digits",
+        "Metaspace",
+        "Punctuation",
+        "Sequence",
+        "Split",
+        "UnicodeScripts",
+    }
+    | {"Whitespace", "WhitespaceSplit", "CharDelimiterSplit"}
+)
+# torchtune's tokenizers that hand a text to SentencePiece as it is, and those that run a GPT-2 style encoder
+# of their own.
+_SENTENCEPIECE = ("Llama2Tokenizer", "MistralTokenizer", "GemmaTokenizer", "Phi3MiniTokenizer")
+_BYTE_LEVEL = ("Phi4Tokenizer", "Qwen2Tokenizer", "Qwen2_5Tokenizer")
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a tokenizer encodes.
+
+    Attributes:
+        encode: text to ids, no BOS and no EOS.
+        cut_every: the tokenizer itself cuts a text after every so many characters and encodes the parts one
+            by one; None if it does not.
+        one_call: why a text must not be cut at all; None if it may be.
+    """
+
+    encode: Encode
+    cut_every: int | None = None
+    one_call: str | None = None
+
+
+def encode_hf(tokenizer: Any, text: str) -> Ids:
+    """Encode with a ``tokenizers.Tokenizer``. (Its batch call without offsets is half as fast again as
+    ``encode``.)
+    """
+    (encoded,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+    return np.array(encoded.ids, dtype=np.int64)
+
+
+def encode_sentencepiece(processor: Any, text: str) -> Ids:
+    """Encode with a ``SentencePieceProcessor``."""
+    return np.array(processor.encode(text, add_bos=False, add_eos=False, out_type=int), dtype=np.int64)
+
+
+def encode_tiktoken(encoding: Any, cut_every: int, longest_run: int, text: str) -> Ids:
+    """Encode with a ``tiktoken.Encoding`` the way torchtune does: parts of ``cut_every`` characters, and no
+    run of white space or of anything else longer than ``longest_run`` in one call (tiktoken is quadratic in
+    it).
+    """
+    run = re.compile(rf"\s{{{longest_run + 1},}}|\S{{{longest_run + 1},}}")
+    ids = []
+    for begin in range(0, len(text), cut_every):
+        part = text[begin : begin + cut_every]
+        cuts = [0]
+        for match in run.finditer(part):
+            cuts += range(match.start() + longest_run, match.end(), longest_run)
+        for start, stop in zip(cuts, [*cuts[1:], len(part)], strict=True):
+            ids += encoding.encode(part[start:stop], allowed_special=set(), disallowed_special=())
+    return np.array(ids, dtype=np.int64)
+
+
+def encode_torchtune(tokenizer: Any, text: str) -> Ids:
+    """Encode with any torchtune tokenizer."""
+    return np.array(tokenizer.encode(text, add_bos=False, add_eos=False), dtype=np.int64)
+
+
+def encode_configured(config: str, text: str) -> Ids:
+    """Encode with the tokenizer that a config section (as JSON) builds, once per process; for tokenizers that
+    cannot be pickled.
+    """
+    return encode_torchtune(_build(config), text)
+
+
+@lru_cache(maxsize=1)
+def _build(config: str) -> Any:
+    from omegaconf import OmegaConf
+    from torchtune.config import instantiate
+
+    return instantiate(OmegaConf.create(json.loads(config)))
+
+
+def encoding_of(tokenizer: Any, config: Mapping[str, Any]) -> Encoding:
+    """The encoding of an instantiated torchtune tokenizer.
+
+    Args:
+        tokenizer: the component.
+        config: the config section that built it.
+    """
+    from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer, _tiktoken
+
+    kind = type(tokenizer)
+    name = kind.__name__ if kind.__module__.startswith("torchtune.") else None
+    if kind is HuggingFaceBaseTokenizer:
+        inner = tokenizer.tokenizer
+        # A tokenizer.json may carry a length limit of its training days, which would drop text without a
+        # word.
+        inner.no_truncation()
+        inner.no_padding()
+        return Encoding(partial(encode_hf, inner), one_call=_why_one_call(json.loads(inner.to_str())))
+    if name in _SENTENCEPIECE:
+        processor = tokenizer._spm_model.spm_model
+        return Encoding(
+            partial(encode_sentencepiece, processor), one_call=_why_one_call_sentencepiece(processor)
+        )
+    if name == "Llama3Tokenizer" and type(tokenizer.tt_model) is _tiktoken.TikTokenBaseTokenizer:
+        cut_every, longest_run = _tiktoken.MAX_ENCODE_CHARS, _tiktoken.MAX_NO_WHITESPACE_CHARS
+        encode = partial(encode_tiktoken, tokenizer.tt_model.tt_model, cut_every, longest_run)
+        return Encoding(encode, cut_every=cut_every)
+    reason = None if name in _BYTE_LEVEL else f"nothing is known about cutting texts for {kind.__name__}"
+    if "_component_" in config:
+        return Encoding(partial(encode_configured, json.dumps(dict(config))), one_call=reason)
+    return Encoding(partial(encode_torchtune, tokenizer), one_call=reason)
+
+
+def _why_one_call(description: dict[str, Any]) -> str | None:
+    """What in a tokenizer.json forbids cutting: an encoder that is not greedy, or a scan that counts from the
+    head of the text.
+    """
+    model = description["model"]
+    if model.get("dropout"):
+        return "its merges are dropped at random"
+    if model["type"] == "Unigram":
+        return "a unigram model weighs the whole text at once"
+    pending = [description["pre_tokenizer"]] if description["pre_tokenizer"] else []
+    while pending:
+        step = pending.pop()
+        if step["type"] not in _MEMORYLESS:
+            return f"its pre-tokenizer {step['type']} may count from the head of the text"
+        pending += step.get("pretokenizers", [])
+    return None
+
+
+def _why_one_call_sentencepiece(processor: Any) -> str | None:
+    import sentencepiece.sentencepiece_model_pb2 as protos
+
+    model: Any = protos
+    description = model.ModelProto.FromString(processor.serialized_model_proto())
+    byte_pair_encoding = 2  # TrainerSpec.ModelType.BPE
+    if description.trainer_spec.model_type != byte_pair_encoding:
+        return "its SentencePiece model is not byte-pair encoding and weighs the whole text at once"
+    return None

@@ -1,0 +1,143 @@
+"""FSDP: each rank keeps its share of every parameter, loads only that, and borrows one layer at a time during
+the forward.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtune.modules import TransformerDecoder
+
+
+class Slice(NamedTuple):
+    """The part [start, stop) along dimension ``dim`` that this rank keeps of a checkpoint tensor with
+    ``size`` there.
+    """
+
+    dim: int
+    start: int
+    stop: int
+    size: int
+
+
+def shard_model(
+    model: nn.Module,
+    decoder: TransformerDecoder,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+) -> list[str]:
+    """Shard parameters with FSDP2: every decoder layer, the embedding and the head are units, the final norm
+    stays with the root.
+
+    The head is a unit of its own (the embedding, where the two are tied), so that its largest matrix is whole
+    on a rank only while the scorer uses it: see ``whole_head``.
+
+    Args:
+        model: the module whose forward runs the decoder and the head; becomes the FSDP root.
+        decoder: the decoder inside it, on the meta device or not.
+        mesh: (shard,) or (replicate, shard).
+        reshard_after_forward: give borrowed parameters back after each unit. False keeps all but the head:
+            faster from the second batch on, and every rank ends up with the whole model in memory.
+        cpu_offload: keep the shards in host memory between uses.
+
+    Returns:
+        Notes on settings that had no effect.
+    """
+    notes = []
+    policy = OffloadPolicy()
+    if cpu_offload and mesh.device_type == "cpu":
+        notes.append("fsdp_cpu_offload has no effect on the CPU device")
+    elif cpu_offload:
+        policy = CPUOffloadPolicy()
+
+    def shard(unit: nn.Module, reshard: bool) -> None:
+        fully_shard(unit, mesh=mesh, offload_policy=policy, reshard_after_forward=reshard)
+
+    for unit in [*decoder.layers, decoder.tok_embeddings]:
+        shard(unit, reshard_after_forward)
+    if isinstance(decoder.output, nn.Module):
+        # Not after its forward, which runs once a chunk: whole_head gives it back.
+        shard(decoder.output, False)
+    shard(model, reshard_after_forward)
+    return notes
+
+
+@contextmanager
+def whole_head(decoder: TransformerDecoder) -> Iterator[None]:
+    """Have the head's matrix whole for the length of the block, however many times ``decoder.output`` is
+    called in it.
+
+    Without FSDP this does nothing. With it, a tied head reads the embedding's weight without going through
+    the embedding's forward, so no hook would gather it; and an untied head would be gathered anew for every
+    chunk.
+    """
+    unit = decoder.output if isinstance(decoder.output, nn.Module) else decoder.tok_embeddings
+    if not isinstance(unit, FSDPModule):
+        yield
+        return
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = False) -> None:
+    """Allocate what this rank keeps of a model that was built on the meta device, and compute its rotary
+    caches.
+
+    Parameters are uninitialised until ``load_parameters``.
+
+    Args:
+        model: the model, sharded or not.
+        device: where it computes.
+        cpu_offload: whether its parameters wait in host memory (``shard_model``).
+    """
+    model.to_empty(device="cpu" if cpu_offload else device)
+    with device:
+        for module in model.modules():
+            if callable(rope_init := getattr(module, "rope_init", None)):
+                rope_init()
+
+
+@torch.no_grad()
+def load_parameters(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice] | None = None
+) -> None:
+    """Copy checkpoint tensors into the parameters, of each only the part that this rank keeps.
+
+    Tensors are asked for one at a time and not kept: with a state dict that maps files on demand no rank ever
+    has the whole model in memory, and it reads the pages of its own slices only (of a split along rows; one
+    along columns reads the whole tensor through).
+
+    Args:
+        model: the materialised decoder, sharded or not.
+        tensors: whole tensors under the parameters' names, checked beforehand for names and shapes; cast to
+            the parameters' dtype.
+        slices: what tensor parallelism keeps of some of them (``tensor_parallel.split_model``).
+    """
+    for name, parameter in model.named_parameters():
+        kept = slices.get(name) if slices else None
+        tensor = tensors[name]
+        if kept is not None:
+            assert tensor.shape[kept.dim] == kept.size, f"{name}: {tuple(tensor.shape)} does not have {kept}"
+            tensor = tensor.narrow(kept.dim, kept.start, kept.stop - kept.start)
+        assert tensor.shape == parameter.shape, f"{name}: {tuple(tensor.shape)} for {tuple(parameter.shape)}"
+        if isinstance(parameter, DTensor):
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+                # An empty share starts past the end.
+                tensor = tensor.narrow(dim, start if length else 0, length)
+            parameter.to_local().copy_(tensor)
+        else:
+            parameter.copy_(tensor)

@@ -1,0 +1,193 @@
+"""Folders of plain arrays in a cache: written as values come, named by content, whole or not there at all."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock
+
+ABOUT = "about.json"
+_FLUSH_BYTES = 1 << 20
+
+
+class ArrayWriter:
+    """Appends to a one-dimensional array on disk; little endian, without a header, so that its length need
+    not be known first.
+
+    No file stays open between writes: there may be one writer for each of a thousand domains.
+
+    Args:
+        path: the file.
+        dtype: of its values.
+    """
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
+        self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
+        self.length = 0
+        self._values: list[int] = []
+        self._blocks: list[bytes] = []
+        self._num_bytes = 0
+        path.write_bytes(b"")
+
+    def append(self, value: int) -> None:
+        """Add one value."""
+        self._values.append(value)
+        if len(self._values) * 8 >= _FLUSH_BYTES:
+            self._gather()
+
+    def extend(self, values: npt.NDArray[Any] | Sequence[int]) -> None:
+        """Add values.
+
+        Raises:
+            ValueError: if one does not fit the type.
+        """
+        self._gather()
+        self._add(np.asarray(values))
+
+    def close(self) -> dict[str, Any]:
+        """Write what is left, onto the disk itself, and describe the array for ``open_array``."""
+        self._gather()
+        self._flush()
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
+        return {"file": self.path.name, "dtype": self.dtype.name, "length": self.length}
+
+    def _gather(self) -> None:
+        if self._values:
+            self._add(np.array(self._values, dtype=np.int64))
+            self._values = []
+
+    def _add(self, values: npt.NDArray[Any]) -> None:
+        if len(values) and self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype)
+            if values.min() < limits.min or values.max() > limits.max:
+                raise ValueError(
+                    f"{self.path.stem}: a value of {values.min()}..{values.max()} does not fit {self.dtype}"
+                )
+        block = values.astype(self.dtype).tobytes()
+        self.length += len(values)
+        self._blocks.append(block)
+        self._num_bytes += len(block)
+        if self._num_bytes >= _FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        with open(self.path, "ab") as file:
+            file.writelines(self._blocks)
+        self._blocks, self._num_bytes = [], 0
+
+
+def open_array(folder: Path, description: dict[str, Any]) -> npt.NDArray[Any]:
+    """Map an array that ``ArrayWriter.close`` described, or a part of a user's own file.
+
+    Raises:
+        ValueError: if the file is not what it was when it was described.
+    """
+    path = folder / description["file"]
+    dtype, length = np.dtype(description["dtype"]), description["length"]
+    begin = description.get("begin_bytes", 0)
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; run again to make it anew") from error
+    changed = "mtime_ns" in description and stat.st_mtime_ns != description["mtime_ns"]
+    if changed or stat.st_size < begin + length * dtype.itemsize:
+        raise ValueError(
+            f"{path} is not what it was when it was read first ({stat.st_size} bytes); delete {folder} and "
+            "run again"
+        )
+    if length == 0:
+        return np.zeros(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r", offset=begin, shape=(length,))
+
+
+def key_of(facts: Any) -> str:
+    """A name for what these facts identify."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def build_once(cache: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """The folder of a key, written unless it is there already.
+
+    Jobs that start together wait for the first; the lock dies with its process. What a killed job left behind
+    is thrown away. The folder gets its name after everything in it is on the disk.
+
+    Args:
+        cache: folder of all folders.
+        key: the folder's name.
+        write: fills an empty folder; what it returns becomes its ``about.json``.
+    """
+    folder = cache / key
+    if not (folder / ABOUT).is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{key}.lock"):
+            if not (folder / ABOUT).is_file():
+                half = _empty(cache / f"{key}.half")
+                write_json(half / ABOUT, write(half))
+                half.rename(folder)
+                _sync_folder(cache)
+    return folder
+
+
+def build_anew(cache: Path, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
+    """A folder whose content is known only after it was written, named by the ``content`` that ``write``
+    returns.
+
+    Args:
+        cache: folder of all folders.
+        name: what is being written, so that jobs that write the same take turns.
+        write: fills an empty folder; what it returns becomes its ``about.json``.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{name}.lock"):
+        half = _empty(cache / f"{name}.half")
+        about = write(half)
+        # Under the lock of the content too: other requests may lead to it.
+        folder = build_once(cache, key_of(about["content"]), lambda empty: _move(half, empty, about))
+        shutil.rmtree(half)
+    return folder
+
+
+def _move(source: Path, target: Path, about: dict[str, Any]) -> dict[str, Any]:
+    for file in source.iterdir():
+        file.rename(target / file.name)
+    return about
+
+
+def _empty(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file so that a reader sees all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}.", delete=False) as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content, or None where there is none."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

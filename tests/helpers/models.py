@@ -1,0 +1,109 @@
+"""Tiny random models of torchtune's text families, alike on every rank."""
+
+from collections.abc import Callable
+
+import torch
+from torchtune.models.gemma import gemma
+from torchtune.models.gemma2 import gemma2
+from torchtune.models.llama2 import llama2
+from torchtune.models.llama3_1 import llama3_1
+from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.mistral import mistral
+from torchtune.models.phi3 import phi3
+from torchtune.models.qwen2 import qwen2
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval import attention, families
+from ppl_eval.family_corrections import Phi3RoPE
+
+# 101 is prime: no degree of parallelism divides the vocabulary.
+VOCAB_SIZE = 101
+_BODY = {"num_layers": 2, "num_heads": 12, "num_kv_heads": 12, "embed_dim": 48, "max_seq_len": 64}
+_SIZES = {"vocab_size": VOCAB_SIZE, **_BODY}
+_GROUPED = {**_SIZES, "num_kv_heads": 6}
+_LONG = {"max_seq_len": 2048}
+_GEMMA = {**_GROUPED, "head_dim": 8, "intermediate_dim": 36}
+_GEMMA2 = {**_GEMMA, "hidden_capping_value": 5.0, "final_capping_value": 3.0, "sliding_window_size": 7}
+
+
+def _mistral_with_window(window: int, **sizes: int) -> TransformerDecoder:
+    model = mistral(**{**_GROUPED, **sizes}, intermediate_dim=36)
+    for layer in model.layers:
+        attention.install(layer.attn, window=window)
+    return model
+
+
+def _corrected_gemma2(**sizes: int) -> TransformerDecoder:
+    model = gemma2(**{**_GEMMA2, **sizes})
+    families.correct(model, "torchtune.models.gemma2.gemma2", None)
+    return model
+
+
+def _phi3_with_longrope() -> TransformerDecoder:
+    model = phi3(**_GROUPED, intermediate_dim=36)
+    # Sequences of more than 20 tokens turn to the long factors: the test's batches lie on both sides.
+    rope = Phi3RoPE(4, 2, 10_000.0, short_factor=[1.0], long_factor=[3.0], original_max_seq_len=30)
+    for layer in model.layers:
+        layer.attn.pos_embeddings = rope
+    return model
+
+
+_GEMMA2 = {**_GEMMA, "hidden_capping_value": 5.0, "final_capping_value": 3.0, "sliding_window_size": 7}
+
+
+def _mistral_with_window(window: int, **sizes: int) -> TransformerDecoder:
+    model = mistral(**{**_GROUPED, **sizes}, intermediate_dim=36)
+    for layer in model.layers:
+        attention.install(layer.attn, window=window)
+    return model
+
+
+def _corrected_gemma2(**sizes: int) -> TransformerDecoder:
+    model = gemma2(**{**_GEMMA2, **sizes})
+    families.correct(model, "torchtune.models.gemma2.gemma2", None)
+    return model
+
+
+def _phi3_with_longrope() -> TransformerDecoder:
+    model = phi3(**_GROUPED, intermediate_dim=36)
+    # Batches longer than 20 tokens turn to the long factors: the tests have some on both sides.
+    rope = Phi3RoPE(4, 2, 10_000.0, short_factor=[1.0], long_factor=[3.0], original_max_seq_len=30)
+    for layer in model.layers:
+        layer.attn.pos_embeddings = rope
+    return model
+
+
+BUILDERS: dict[str, Callable[[], TransformerDecoder]] = {
+    "llama2": lambda: llama2(**_SIZES, intermediate_dim=36),
+    "llama3": lambda: llama3_1(**_GROUPED, intermediate_dim=36),
+    "llama3_tied": lambda: llama3_2(**_GROUPED, intermediate_dim=36),
+    "mistral": lambda: _mistral_with_window(5),
+    "gemma": lambda: gemma(**_GEMMA),
+    "gemma2_as_torchtune_has_it": lambda: gemma2(**_GEMMA2),
+    "llama3_long": lambda: llama3_1(**{**_GROUPED, **_LONG}, intermediate_dim=36),
+    "mistral_long": lambda: _mistral_with_window(300, **_LONG),
+    "gemma2_long": lambda: _corrected_gemma2(sliding_window_size=300, **_LONG),
+    "gemma2": _corrected_gemma2,
+    "phi3_longrope": _phi3_with_longrope,
+    "phi3": lambda: phi3(**_GROUPED, intermediate_dim=36),
+    "qwen2": lambda: qwen2(**_GROUPED, intermediate_dim=36),
+    "qwen2_tied": lambda: qwen2(**_GROUPED, intermediate_dim=36, tie_word_embeddings=True),
+}
+
+
+def on_meta(name: str) -> TransformerDecoder:
+    """A model without values."""
+    with torch.device("meta"):
+        return BUILDERS[name]().eval()
+
+
+def random_weights(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Its weights, large enough that every part of the model matters to the NLL."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for key, parameter in on_meta(name).named_parameters():
+        scale = 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
+        weights[key] = torch.randn(parameter.shape, generator=generator) * scale
+        if key.endswith("scale"):
+            weights[key] += 1.0
+    return weights

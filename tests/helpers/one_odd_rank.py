@@ -1,0 +1,32 @@
+"""Run the recipe, with rank 1 odd in the way that the first argument says."""
+
+import os
+import sys
+from pathlib import Path
+
+import distributed_ppl_eval
+from distributed_ppl_eval import DistributedPPLEvalRecipe
+
+odd, sys.argv = sys.argv[1], [sys.argv[0], *sys.argv[2:]]
+
+if os.environ["RANK"] == "1":
+    if odd in ("fails", "crashes"):
+
+        def fail(self):
+            if "FAILED_AT" in os.environ:
+                Path(os.environ["FAILED_AT"]).touch()
+            raise (ValueError if odd == "fails" else RuntimeError)("injected on rank 1")
+
+        DistributedPPLEvalRecipe.evaluate = fail
+    elif odd == "other_seed":
+        sys.argv.append("seed=43")
+    elif odd == "other_checkpoint":
+        load = DistributedPPLEvalRecipe.load_checkpoint
+
+        def load_other(self):
+            load(self)
+            self.checkpoint.identity["model.safetensors"]["bytes"] += 1
+
+        DistributedPPLEvalRecipe.load_checkpoint = load_other
+
+distributed_ppl_eval.main()

@@ -1,0 +1,144 @@
+"""A tiny random Llama in two libraries, and the scoring loop of one process: what parity tests compare."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torchtune.models.convert_weights import hf_to_tune
+from torchtune.models.llama3 import llama3
+from torchtune.modules import TransformerDecoder
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ppl_eval.batches import WindowBatches
+from ppl_eval.bos import check_bos_tokens, for_tokenizer, prefix_token
+from ppl_eval.data import TextSource
+from ppl_eval.encoders import Encoding
+from ppl_eval.plan import make_plan
+from ppl_eval.scoring import ScoringModel, window_scores
+from ppl_eval.tokenizer import TextEncoder
+from ppl_eval.tokens import TokenData, open_tokens, prepare_tokens
+from ppl_eval.totals import Totals, WindowScores
+from ppl_eval.windows import Protocol
+
+VOCAB_SIZE = 300
+MAX_CONTEXT = 512
+
+
+def tiny_llama() -> tuple[LlamaForCausalLM, TransformerDecoder]:
+    """The same random float32 weights as a transformers model and as a torchtune decoder."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_CONTEXT,
+        rope_theta=10_000.0,
+        # Wide weights, so that tokens differ in probability and a wrong context shows.
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    theirs = LlamaForCausalLM(config).float().eval()
+    decoder = llama3(
+        vocab_size=VOCAB_SIZE,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        embed_dim=32,
+        max_seq_len=MAX_CONTEXT,
+        rope_base=10_000,
+        intermediate_dim=48,
+        norm_eps=config.rms_norm_eps,
+    ).eval()
+    decoder.load_state_dict(hf_to_tune(theirs.state_dict(), num_heads=4, num_kv_heads=2, dim=32))
+    return theirs, decoder
+
+
+def tiny_tokenizer(text: str, adds_bos: bool) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on a text; BOS is id 0 and EOS id 1."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerFast, adds_bos: bool) -> TextEncoder:
+    """The tokenizer as the recipe sees it."""
+    return TextEncoder(
+        encoding=Encoding(
+            lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        ),
+        decode=tokenizer.decode,
+        bos_id=tokenizer.bos_token_id,
+        eos_id=tokenizer.eos_token_id,
+        adds_bos=adds_bos,
+        vocab_size=VOCAB_SIZE,
+        sha256=f"tiny {adds_bos}",
+    )
+
+
+class Scored(NamedTuple):
+    """What one process finds."""
+
+    totals: Totals
+    data: TokenData
+    windows: WindowScores
+    figures: dict[str, float]
+    notes: list[str]
+
+
+def texts(*documents: str) -> TextSource:
+    """Documents at hand as a source."""
+
+    def read() -> Iterator[str]:
+        yield from documents
+
+    return TextSource("texts", {}, read)
+
+
+@torch.no_grad()
+def score(
+    protocol: Protocol,
+    source: TextSource,
+    encoder: TextEncoder,
+    decoder: TransformerDecoder,
+    cache: Path,
+    batch_size: int = 3,
+) -> Scored:
+    """Score a source as the recipe does, on one process."""
+    protocol = for_tokenizer(protocol, encoder)
+    folder = prepare_tokens(
+        source, encoder, protocol.join, protocol.bos, cache, word_separator=protocol.word_separator
+    )
+    data = open_tokens(folder)
+    notes = check_bos_tokens(protocol, data, encoder)
+    plan = make_plan(protocol, data.offsets_D1, batch_size)
+    batches = WindowBatches(plan, data, prefix_token(protocol, encoder))
+    model = ScoringModel(decoder, max_logits_bytes=1 << 20)
+    totals, found = Totals(), []
+    for index in range(len(batches)):
+        batch = batches[index]
+        nll_N, correct_N = model(batch.tokens_BT, batch.labels_BT)
+        scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
+        weights: Callable | None = protocol.window_weights
+        totals.add(scores, weights(plan.batch_windows(index)) if weights else None)
+        found.append(scores)
+    windows = WindowScores(*(np.concatenate(column) for column in zip(*(s[:4] for s in found), strict=True)))
+    assert totals.num_tokens == plan.expected_targets()
+    figures = protocol.figures(totals.scored_sums(int(data.num_words_D.sum()))) if protocol.figures else {}
+    return Scored(totals, data, windows, figures, notes)
