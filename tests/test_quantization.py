@@ -1,10 +1,10 @@
 """Each scheme quantises what it fits, says what it left, and comes back from disk with the same bits."""
 
 import pytest
-import tiny_checkpoints as tiny
 import torch
 from torch import nn
 
+import tiny_checkpoints as tiny
 from ppl_eval.checkpoints import load_state_dict
 from ppl_eval.quantization import digest, quantize
 from ppl_eval.quantized_tensors import is_quantized, layout_names, stored_bytes
@@ -16,7 +16,10 @@ AWQ = {"_component_": "ppl_eval.calibration.awq", "groupsize": 32, "num_steps": 
 # section, relative error of a layer's output that is just allowed
 SCHEMES = {
     "int4": (INT4, 0.12),
-    "int4-hqq": ({"_component_": "torchao.quantization.Int4WeightOnlyConfig", "group_size": 32, "use_hqq": True}, 0.12),
+    "int4-hqq": (
+        {"_component_": "torchao.quantization.Int4WeightOnlyConfig", "group_size": 32, "use_hqq": True},
+        0.12,
+    ),
     "8da4w": ({"_component_": TORCHTUNE + "Int8DynActInt4WeightQuantizer", "groupsize": 32}, 0.12),
     "int8": ({"_component_": "torchao.quantization.Int8WeightOnlyConfig"}, 0.012),
     "8da8w": ({"_component_": "torchao.quantization.Int8DynamicActivationInt8WeightConfig"}, 0.03),
@@ -35,7 +38,9 @@ def make(build=tiny.tied, dtype=torch.bfloat16):
 
 
 def quantize_tiny(model, section):
-    return quantize(model, section, "cpu", batches=calibration() if section["_component_"] == AWQ["_component_"] else None)
+    return quantize(
+        model, section, "cpu", batches=calibration() if section["_component_"] == AWQ["_component_"] else None
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -69,7 +74,9 @@ def test_layers_that_do_not_fit_the_group_are_skipped_and_named(groupsize):
     model = make(tiny.untied)
     section = INT4 | {"groupsize": groupsize}
     if groupsize == 256:
-        with pytest.raises(ValueError, match=r"fits no layer \(13 layers: in_features 64.*2 layers: in_features 128"):
+        with pytest.raises(
+            ValueError, match=r"fits no layer \(13 layers: in_features 64.*2 layers: in_features 128"
+        ):
             quantize(model, section, "cpu")
         assert not any(is_quantized(p) for p in model.parameters())
         return
@@ -104,7 +111,10 @@ def test_qat_quantisers_are_refused_with_the_right_one():
 
 def test_mistakes_in_the_section_are_named():
     for section, told in (
-        ({"_component_": TORCHTUNE + "Int3Quantizer"}, "can be torchtune.training.quantization.Int4WeightOnlyQuantizer"),
+        (
+            {"_component_": TORCHTUNE + "Int3Quantizer"},
+            "can be torchtune.training.quantization.Int4WeightOnlyQuantizer",
+        ),
         (INT4 | {"group_siez": 32}, r"unknown keys \['group_siez'\]; .* takes groupsize"),
         (INT4 | {"groupsize": 100}, "group size is 100; it can be 32, 64, 128, 256"),
         (AWQ, r"quantizer\.calibration is missing"),
@@ -179,7 +189,9 @@ def test_awq_takes_what_is_shared_over_what_it_would_find():
     model, other = make(), make()
     report = quantize(model, AWQ, "cpu", batches=calibration(), share=elsewhere)
     assert [index for index, _, _ in asked] == list(range(7 * tiny.LAYERS))
-    assert all(torch.equal(p.scale, torch.full_like(p.scale, 2.0)) for p in model.parameters() if hasattr(p, "scale"))
+    assert all(
+        torch.equal(p.scale, torch.full_like(p.scale, 2.0)) for p in model.parameters() if hasattr(p, "scale")
+    )
     assert report.digest == digest(model) != quantize(other, AWQ, "cpu", batches=calibration()).digest
 
 
@@ -191,7 +203,9 @@ def test_checkpoint_for_another_dtype_or_device_is_refused_with_the_way_out(tmp_
     with pytest.raises(ValueError, match=r"quantised for bf16 activations: set dtype=bf16"):
         load_into(tiny.empty(tiny.tied), load_state_dict(section).state_dict, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"packed for cpu .*Int4CPULayout.*device=cpu.*ppl-eval quantize"):
-        load_into(tiny.empty(tiny.tied), load_state_dict(section).state_dict, dtype=torch.bfloat16, device="cuda")
+        load_into(
+            tiny.empty(tiny.tied), load_state_dict(section).state_dict, dtype=torch.bfloat16, device="cuda"
+        )
 
 
 def test_cuda_packing_is_refused_on_cpu(tmp_path):
@@ -204,11 +218,19 @@ def test_cuda_packing_is_refused_on_cpu(tmp_path):
     scales = torch.ones(2, 64, 2, dtype=torch.bfloat16)
     impl = TensorCoreTiledAQTTensorImpl(packed, scales, False, TensorCoreTiledLayout(8))
     weight = AffineQuantizedTensor(
-        impl, (1, 32), (64, 64), quant_min=0, quant_max=15, zero_point_domain=ZeroPointDomain.FLOAT, dtype=torch.bfloat16
+        impl,
+        (1, 32),
+        (64, 64),
+        quant_min=0,
+        quant_max=15,
+        zero_point_domain=ZeroPointDomain.FLOAT,
+        dtype=torch.bfloat16,
     )
     weights = tiny.random_weights(tiny.tied) | {"layers.0.attn.q_proj.weight": weight}
     opened = load_state_dict(tiny.write_tune(tmp_path, weights))
-    with pytest.raises(ValueError, match=r"packed for cuda .*q_proj.*TensorCoreTiledLayout.*the run is on cpu"):
+    with pytest.raises(
+        ValueError, match=r"packed for cuda .*q_proj.*TensorCoreTiledLayout.*the run is on cpu"
+    ):
         load_into(tiny.empty(tiny.tied), opened.state_dict, dtype=torch.bfloat16)
 
 

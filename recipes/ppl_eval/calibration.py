@@ -1,13 +1,14 @@
-"""AWQ: scale the input columns of a weight before it is rounded, so that the columns that matter are rounded less.
+"""AWQ: scale the input columns of a weight before it is rounded, so that the columns that matter are rounded
+less.
 
-Which columns matter is told by activations on calibration text. For each layer the exponent of the scale is searched that
-changes the layer's output least (Lin et al., 2023, "AWQ: Activation-aware Weight Quantization", section 3.2); scoring one
-candidate is torchao's work. torchao's own flow keeps the inputs of every layer of the model until the end; here one decoder
-layer is observed, searched and quantised at a time, on the outputs of the full-precision layers before it, which gives the
-same scales in the memory of one layer.
+Which columns matter is told by activations on calibration text. For each layer the exponent of the scale is
+searched that changes the layer's output least (Lin et al., 2023, "AWQ: Activation-aware Weight
+Quantization", section 3.2); scoring one candidate is torchao's work. torchao's own flow keeps the inputs of
+every layer of the model until the end; here one decoder layer is observed, searched and quantised at a time,
+on the outputs of the full-precision layers before it, which gives the same scales in the memory of one layer.
 
-Chosen among what torch 2.13 and torchao 0.13 offer on CPU: torchao's GPTQ does not run torchtune's decoders, SmoothQuant helps
-int8 activations only, HQQ uses no data. See docs/quantization.md for what each gains.
+Chosen among what torch 2.13 and torchao 0.13 offer on CPU: torchao's GPTQ does not run torchtune's decoders,
+SmoothQuant helps int8 activations only, HQQ uses no data. See docs/quantization.md for what each gains.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torchao.prototype.awq.core import AWQObserver
-from torchao.quantization.linear_activation_scale import to_weight_tensor_with_linear_activation_scale_metadata
+from torchao.quantization.linear_activation_scale import (
+    to_weight_tensor_with_linear_activation_scale_metadata,
+)
 
 from ppl_eval.quantization_schemes import Scheme
 
@@ -25,10 +28,12 @@ Share = Callable[[int, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def awq(calibration: Mapping[str, Any], groupsize: int = 128, num_steps: int = 20) -> Mapping[str, Any]:
-    """The `quantizer` section of AWQ on int4 weights; exists so that its keys are checked like any component's.
+    """The `quantizer` section of AWQ on int4 weights; exists so that its keys are checked like any
+    component's.
 
     Args:
-        calibration: {dataset, num_windows}: text that is not the text to be scored, and how many windows of it to look at.
+        calibration: {dataset, num_windows}: text that is not the text to be scored, and how many windows of
+            it to look at.
         groupsize: weights that share a scale and a zero point.
         num_steps: exponents tried per layer.
     """
@@ -52,9 +57,9 @@ def awq_layers(
 ) -> list[str]:
     """Calibrates and quantises the named linear layers of a decoder in place.
 
-    Every rank runs the same text through the same layers. The searches, which take nearly all the time, are divided: search
-    number i is computed by one rank and `share(i, like, compute)` gives its result to all, so that the weights are the
-    same bits everywhere whatever hardware the ranks run on.
+    Every rank runs the same text through the same layers. The searches, which take nearly all the time, are
+    divided: search number i is computed by one rank and `share(i, like, compute)` gives its result to all,
+    so that the weights are the same bits everywhere whatever hardware the ranks run on.
 
     Args:
         decoder: torchtune decoder with full-precision weights on `device`.
@@ -88,7 +93,10 @@ def awq_layers(
         for name, linear in linears.items():
             _quantize_scaled(linear, inputs.pop(name), scheme, num_steps, index, share)
             index += 1
-    return [f"{scheme.name}: {index} layers calibrated on {num_tokens} tokens, {num_steps} exponents tried for each"]
+    return [
+        f"{scheme.name}: {index} layers calibrated on {num_tokens} tokens, {num_steps} exponents tried for "
+        f"each"
+    ]
 
 
 class _Reached(Exception):
@@ -99,7 +107,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @torch.no_grad()
-def _first_layer_calls(decoder: nn.Module, batches: Iterable[torch.Tensor], device: torch.device) -> list[Call]:
+def _first_layer_calls(
+    decoder: nn.Module, batches: Iterable[torch.Tensor], device: torch.device
+) -> list[Call]:
     """What the decoder calls its first layer with, batch by batch: embedded tokens, mask, positions."""
     calls: list[Call] = []
 

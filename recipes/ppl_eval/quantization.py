@@ -1,6 +1,7 @@
 """Post-training quantisation on load, layer by layer, with an account of what was done to which layer.
 
-torchao leaves a layer that its scheme does not fit in full precision without a word. Here each linear layer is looked at
+torchao leaves a layer that its scheme does not fit in full precision without a word. Here each linear layer
+is looked at
 first: quantised, or skipped for a reason that the result shows.
 """
 
@@ -54,7 +55,8 @@ def quantize(
 ) -> QuantizationReport:
     """Quantises the linear layers of a loaded model in place.
 
-    The full-precision weight of a layer is dropped before the next one is touched: the peak is the model plus a layer.
+    The full-precision weight of a layer is dropped before the next one is touched: the peak is the model
+    plus a layer.
 
     Args:
         model: a decoder with its weights on `device`.
@@ -65,12 +67,14 @@ def quantize(
         share: how the ranks divide the work of calibration (see `calibration.awq_layers`).
 
     Raises:
-        ValueError: unknown quantiser or key, a scheme that the device cannot run, weights that are quantised already, or
-            no layer that fits.
+        ValueError: unknown quantiser or key, a scheme that the device cannot run, weights that are quantised
+            already, or no layer that fits.
     """
     device = torch.device(device)
     if any(is_quantized(p) for p in model.parameters()):
-        raise ValueError("the checkpoint is quantised already: remove `quantizer` from the config, or take the original")
+        raise ValueError(
+            "the checkpoint is quantised already: remove `quantizer` from the config, or take the original"
+        )
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     calibrated = str(quantizer_cfg.get("_component_")) == AWQ
     report = QuantizationReport()
@@ -80,10 +84,15 @@ def quantize(
         scheme = scheme_of(base, device, dtype)
         scheme = scheme._replace(name=f"AWQ on {scheme.name}", mode=f"{scheme.mode}-awq")
         if batches is None:
-            raise ValueError("quantizer.calibration is missing: AWQ looks at activations, so it needs {dataset, num_windows}")
+            raise ValueError(
+                "quantizer.calibration is missing: AWQ looks at activations, so it needs "
+                "{dataset, num_windows}"
+            )
         steps = int(quantizer_cfg.get("num_steps", 20))
         fitting = _sort_layers(model, scheme, report, leave_head=True)
-        report.notes += awq_layers(model, set(fitting), scheme, batches, num_steps=steps, device=device, share=share)
+        report.notes += awq_layers(
+            model, set(fitting), scheme, batches, num_steps=steps, device=device, share=share
+        )
     else:
         scheme = scheme_of(quantizer_cfg, device, dtype)
         fitting = _sort_layers(model, scheme, report, leave_head=False)
@@ -97,7 +106,9 @@ def quantize(
     return report
 
 
-def _sort_layers(model: nn.Module, scheme: Scheme, report: QuantizationReport, *, leave_head: bool) -> list[str]:
+def _sort_layers(
+    model: nn.Module, scheme: Scheme, report: QuantizationReport, *, leave_head: bool
+) -> list[str]:
     """Names of the layers that the scheme fits; the report says why the others are skipped.
 
     Raises:
@@ -106,7 +117,11 @@ def _sort_layers(model: nn.Module, scheme: Scheme, report: QuantizationReport, *
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        reason = "the head stays in full precision under AWQ" if leave_head and name == HEAD else scheme.misfit(module)
+        reason = (
+            "the head stays in full precision under AWQ"
+            if leave_head and name == HEAD
+            else scheme.misfit(module)
+        )
         if reason is None:
             report.quantized.append((name, scheme.name))
         else:
@@ -115,7 +130,9 @@ def _sort_layers(model: nn.Module, scheme: Scheme, report: QuantizationReport, *
         report.skipped.append((HEAD, "tied to the embedding, which stays in full precision"))
     if not report.quantized:
         reasons = "; ".join(f"{num} layers: {reason}" for reason, num in _count_reasons(report).items())
-        raise ValueError(f"quantizer {scheme.name} fits no layer ({reasons or 'the model has no linear layer'})")
+        raise ValueError(
+            f"quantizer {scheme.name} fits no layer ({reasons or 'the model has no linear layer'})"
+        )
     return [name for name, _ in report.quantized]
 
 
@@ -126,7 +143,9 @@ def _describe(model: nn.Module, scheme: Scheme, report: QuantizationReport, dtyp
         f"{scheme.name}: {len(report.quantized)} linear layers quantised, {len(report.skipped)} left in "
         f"{short_dtype(dtype)}; weights take {report.weight_bytes / 2**20:.1f} MiB"
     )
-    report.notes += [f"not quantised, {reason}: {num} layers" for reason, num in _count_reasons(report).items()]
+    report.notes += [
+        f"not quantised, {reason}: {num} layers" for reason, num in _count_reasons(report).items()
+    ]
 
 
 def _count_reasons(report: QuantizationReport) -> dict[str, int]:
@@ -143,5 +162,5 @@ def digest(model: nn.Module) -> str:
         if is_quantized(parameter):
             sha.update(name.encode())
             for part in plain_tensors(parameter):
-                sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()

@@ -1,7 +1,9 @@
-"""The ways to quantise a linear layer: what each is called in a config, which layers it fits, and what it does.
+"""The ways to quantise a linear layer: what each is called in a config, which layers it fits, and what it
+does.
 
-The deeds are torchao's. torchtune's quantiser classes name two of them; they are not called, because they change settings of
-the whole process on the way (torch's float32 precision among them) and because the int4 one can only pack for CUDA.
+The deeds are torchao's. torchtune's quantiser classes name two of them; they are not called, because they
+change settings of the whole process on the way (torch's float32 precision among them) and because the int4
+one can only pack for CUDA.
 """
 
 import inspect
@@ -56,20 +58,24 @@ def scheme_of(cfg: Mapping[str, Any], device: torch.device, dtype: torch.dtype) 
     """The scheme that a `quantizer` section names, tried out on the device.
 
     Raises:
-        ValueError: unknown quantiser, key or group size, a quantiser for training, or a scheme that the device cannot run.
+        ValueError: unknown quantiser, key or group size, a quantiser for training, or a scheme that the
+            device cannot run.
     """
     component = str(cfg.get("_component_", ""))
     package, name = component.partition(".")[0], component.rpartition(".")[2]
     if "QAT" in name:
         right = name.replace("QATQuantizer", "Quantizer").removesuffix("ModuleSwap")
         raise ValueError(
-            f"{name} prepares a model for training. A checkpoint trained with it is evaluated with quantizer._component_="
+            f"{name} prepares a model for training. A checkpoint trained with it is evaluated with "
+            f"quantizer._component_="
             f"torchtune.training.quantization.{right} and the groupsize of its training"
         )
     make = SCHEMES.get((package, name))
     if make is None:
         allowed = ", ".join(f"{PLACES[package]}.{name}" for package, name in SCHEMES)
-        raise ValueError(f"quantizer._component_ is {component!r}; it can be {allowed}, ppl_eval.calibration.awq")
+        raise ValueError(
+            f"quantizer._component_ is {component!r}; it can be {allowed}, ppl_eval.calibration.awq"
+        )
     arguments = {str(key): value for key, value in cfg.items() if key != "_component_"}
     if package == "torchao" and "group_size" in arguments:  # its spelling of torchtune's groupsize
         arguments["groupsize"] = arguments.pop("group_size")
@@ -83,7 +89,12 @@ def scheme_of(cfg: Mapping[str, Any], device: torch.device, dtype: torch.dtype) 
 
 
 def int4_weight_only(
-    *, device: torch.device, dtype: torch.dtype, groupsize: int = 128, inner_k_tiles: int = 8, use_hqq: bool = False
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    groupsize: int = 128,
+    inner_k_tiles: int = 8,
+    use_hqq: bool = False,
 ) -> Scheme:
     """int4 weights with a scale and a zero point per group: tinygemm on CUDA, the CPU's own kernel elsewhere.
 
@@ -92,7 +103,9 @@ def int4_weight_only(
     _check_group_size(groupsize)
     on_cpu = device.type == "cpu"
     if not on_cpu and dtype != torch.bfloat16:
-        raise ValueError(f"the int4 kernel of {device.type} works in bf16: set dtype=bf16 (it is {short_dtype(dtype)})")
+        raise ValueError(
+            f"the int4 kernel of {device.type} works in bf16: set dtype=bf16 (it is {short_dtype(dtype)})"
+        )
     layout = Int4CPULayout() if on_cpu else TensorCoreTiledLayout(inner_k_tiles)
 
     def misfit(linear: nn.Linear) -> str | None:
@@ -103,7 +116,9 @@ def int4_weight_only(
     config = Int4WeightOnlyConfig(
         group_size=groupsize, layout=layout, use_hqq=use_hqq, set_inductor_config=False
     )
-    return Scheme(f"int4 weight-only, group size {groupsize}{', HQQ' if use_hqq else ''}", "4w", config, misfit)
+    return Scheme(
+        f"int4 weight-only, group size {groupsize}{', HQQ' if use_hqq else ''}", "4w", config, misfit
+    )
 
 
 def int8_dynamic_int4_weight(*, device: torch.device, dtype: torch.dtype, groupsize: int = 256) -> Scheme:
@@ -133,12 +148,16 @@ def int8_dynamic_int8_weight(*, device: torch.device, dtype: torch.dtype) -> Sch
 
 def float8_weight_only(*, device: torch.device, dtype: torch.dtype) -> Scheme:
     """float8 (e4m3) weights, one scale per output row."""
-    return Scheme("float8 weight-only", "f8w", Float8WeightOnlyConfig(set_inductor_config=False), lambda _: None)
+    return Scheme(
+        "float8 weight-only", "f8w", Float8WeightOnlyConfig(set_inductor_config=False), lambda _: None
+    )
 
 
 def _check_group_size(groupsize: Any) -> None:
     if groupsize not in GROUP_SIZES:
-        raise ValueError(f"the quantizer's group size is {groupsize!r}; it can be {', '.join(map(str, GROUP_SIZES))}")
+        raise ValueError(
+            f"the quantizer's group size is {groupsize!r}; it can be {', '.join(map(str, GROUP_SIZES))}"
+        )
 
 
 def _group_misfit(linear: nn.Linear, groupsize: int) -> str | None:
@@ -148,7 +167,8 @@ def _group_misfit(linear: nn.Linear, groupsize: int) -> str | None:
 
 
 def _try_out(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> None:
-    """Quantises a small layer and runs it, so that a device that lacks a kernel says so before the weights are touched.
+    """Quantises a small layer and runs it, so that a device that lacks a kernel says so before the weights
+    are touched.
 
     Raises:
         ValueError: it cannot, with its own words.
@@ -160,10 +180,13 @@ def _try_out(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> None:
         linear(torch.ones(1, columns, device=device, dtype=dtype))
     except (RuntimeError, NotImplementedError, AssertionError, ValueError, TypeError) as e:
         said = (str(e).splitlines() or [type(e).__name__])[0][:200]
-        raise ValueError(f"quantizer {scheme.name} does not work on {device.type} in {short_dtype(dtype)}: {said}") from e
+        raise ValueError(
+            f"quantizer {scheme.name} does not work on {device.type} in {short_dtype(dtype)}: {said}"
+        ) from e
 
 
-# (package, last part of `_component_`) -> factory. torchtune's two classes, and torchao's configs for the rest.
+# (package, last part of `_component_`) -> factory. torchtune's two classes, and torchao's configs for the
+# rest.
 SCHEMES: dict[tuple[str, str], Callable[..., Scheme]] = {
     ("torchtune", "Int4WeightOnlyQuantizer"): int4_weight_only,
     ("torchtune", "Int8DynActInt4WeightQuantizer"): int8_dynamic_int4_weight,

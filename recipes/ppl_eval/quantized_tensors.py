@@ -1,4 +1,4 @@
-"""torchao's quantised weights seen from outside: what is one, how large it is, and which device it was packed for."""
+"""torchao's quantised weights seen from outside: what is one, how large it is, which device it is for."""
 
 from collections.abc import Iterator, Mapping
 
@@ -23,7 +23,7 @@ LAYOUT_DEVICES = {
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is of one of torchao's quantised classes (sharded tensors are wrappers too, and are not)."""
+    """Whether the tensor is of one of torchao's quantised classes (a sharded tensor is not)."""
     inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     return is_traceable_wrapper_subclass(inner) and not isinstance(inner, DTensor)
 
@@ -46,7 +46,8 @@ def stored_bytes(model: nn.Module) -> int:
 def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A quantised tensor with each of its parts on the device.
 
-    torchao's own `.to` refuses packed layouts even when their file was only read on the CPU on its way to the GPU.
+    torchao's own `.to` refuses packed layouts even when their file was only read on the CPU on its way to
+    the GPU.
     """
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.to(device)
@@ -82,7 +83,10 @@ def check_packed_for(weights: Mapping[str, torch.Tensor], device: torch.device |
             made_for = LAYOUT_DEVICES.get(layout, kind)
             if made_for != kind:
                 raise ValueError(
-                    f"the checkpoint was packed for {made_for} ({name} has the layout {layout}), the run is on {kind}: run "
-                    f"with device={made_for}; or take the full-precision checkpoint and set `quantizer`, which packs for "
-                    f"{kind} on load; or write one for {kind} with `ppl-eval quantize --config ... device={kind}`"
+                    f"the checkpoint was packed for {made_for} ({name} has the layout {layout}), the run is "
+                    f"on {kind}: run "
+                    f"with device={made_for}; or take the full-precision checkpoint and set `quantizer`, "
+                    f"which packs for "
+                    f"{kind} on load; or write one for {kind} with `ppl-eval quantize --config ... "
+                    f"device={kind}`"
                 )

@@ -77,6 +77,8 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             else {
                 **settings.as_dict()["quantizer"],
                 "component": settings.quantizer._component_,
+                "scheme": quantization.scheme,
+                "weight_bytes": quantization.weight_bytes,
                 "num_quantized": len(quantization.quantized),
                 "num_skipped": len(quantization.skipped),
                 "quantized": [list(entry) for entry in quantization.quantized],

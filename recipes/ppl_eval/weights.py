@@ -72,7 +72,8 @@ def load_into(
 
     Raises:
         ValueError: keys are missing, unexpected, or of the wrong shape (all of them counted, the first ten
-            named), a tied head that differs from the embedding, or a quantised weight of another dtype or packed for another device.
+            named), a tied head that differs from the embedding, or a quantised weight of another dtype or
+            packed for another device.
     """
     notes: list[str] = []
     names = check_state_dict(model, state_dict, dtype=dtype, notes=notes)
