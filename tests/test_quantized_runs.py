@@ -12,6 +12,7 @@ from torchtune.models.llama3_2 import llama3_2
 from helpers.runs import many, result_of
 from helpers.tiny import SHAPE, TEXT, write_config, write_tokenizer
 from ppl_eval import cli
+from ppl_eval.checkpoints import load_state_dict
 
 # As wide as the widest group.
 WIDE = {**SHAPE, "embed_dim": 256, "intermediate_dim": 256, "num_layers": 1}
@@ -60,6 +61,12 @@ def wide(tmp_path_factory):
     (folder / "scored.txt").write_text(TEXT[:half], encoding="utf-8")
     (folder / "other.txt").write_text(TEXT[half:], encoding="utf-8")
     return folder
+
+
+def tiny_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of the folder under torchtune's names."""
+    section = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(folder)}
+    return dict(load_state_dict(section | {"model_type": "LLAMA3_2"}).state_dict)
 
 
 def write(path: Path, folder: Path, scheme: str) -> Path:
@@ -112,6 +119,48 @@ def test_same_bits_on_1_2_3_processes_and_from_a_saved_checkpoint(wide, tmp_path
     assert len(report["quantized"]) == 7
     assert (saved["int4_32"].parent / "tokenizer.json").is_file()
     assert not list(saved["int4_32"].parent.glob(".*half"))
+
+
+def test_paired_with_full_precision_and_the_seed_of_a_training_run_on_two_ranks(wide, tmp_path, private_home):
+    config = write(tmp_path / "plain.yaml", wide, "plain")
+    trained = tmp_path / "trained"
+    (trained / "epoch_0").mkdir(parents=True)
+    (trained / "recipe_state").mkdir()
+    torch.save(tiny_weights(wide), trained / "epoch_0" / "model-00001-of-00001.bin")
+    state = {"seed": 7, "epochs_run": 1, "total_epochs": 3, "max_steps_per_epoch": None, "optimizer": {}}
+    torch.save(state, trained / "recipe_state" / "recipe_state.pt")
+    call = ["--config", str(config), "max_windows=11", "per_window=true"]
+    checkpoint = [
+        "checkpointer._component_=torchtune.training.FullModelTorchTuneCheckpointer",
+        f"checkpointer.checkpoint_dir={trained}",
+        "checkpointer.checkpoint_files=null",
+    ]
+    full = f"{tmp_path / 'full'}"
+    argvs = [
+        [*call, f"output_dir={full}"],
+        [*call, *SCHEMES["int4_32"], f"output_dir={tmp_path / 'int4'}", f"baseline={full}/result.json"],
+        [*call, *checkpoint, f"output_dir={tmp_path / 'trained_warn'}"],
+        [*call, *checkpoint, "seed_check=ignore", f"output_dir={tmp_path / 'trained_ignore'}"],
+    ]
+    finished = many(2, argvs, tmp_path)
+    assert finished.code == 0, finished.output
+    assert "compared, not gated" in finished.output
+    assert "paired over 11 windows" in finished.output
+    found, baseline = result_of(tmp_path / "int4"), result_of(tmp_path / "full")
+    against = found["against_baseline"]
+    assert against["perplexity_ratio"] == pytest.approx(
+        found["perplexity"] / baseline["perplexity"], rel=1e-12
+    )
+    assert 0 < against["ce_loss_difference_stderr"] < found["ce_loss"]
+    warned, ignored = result_of(tmp_path / "trained_warn"), result_of(tmp_path / "trained_ignore")
+    assert (warned["seed"], ignored["seed"]) == (7, 42)
+    assert any("seed 7 of the checkpoint is used instead" in note for note in warned["notes"])
+    assert warned["nll_sum_hex"] == ignored["nll_sum_hex"] == baseline["nll_sum_hex"]
+    argv = [*call, *checkpoint, "seed_check=error", f"output_dir={tmp_path / 'refused'}"]
+    finished = many(2, [argv], tmp_path)
+    assert finished.code != 0
+    assert finished.output.count("the checkpoint was trained with seed 7") == 1
+    assert not (tmp_path / "refused" / "result.json").exists()
 
 
 def test_calibration_mistakes_are_named(wide, tmp_path, private_home, capsys):

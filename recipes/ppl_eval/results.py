@@ -69,6 +69,7 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             },
             "num_parameters": recipe.model.num_parameters,
             "checkpoint": recipe.checkpoint.identity,
+            "quantized_checkpoint": recipe.checkpoint.quantized,
             "config_check": recipe.config_check,
         },
         "quantizer": (
