@@ -18,8 +18,9 @@ from ppl_eval.checkpoint_folders import ADAPTER_FILES, weight_paths, weights_fol
 from ppl_eval.checkpoint_forms import FORMS, convert, index_files
 from ppl_eval.gguf_reader import read_gguf
 from ppl_eval.lora import find_adapter, merge_adapter, refuse_same_epoch
+from ppl_eval.quantized_tensors import is_quantized
 from ppl_eval.torch_files import read_torch_file
-from ppl_eval.weights import LazyStateDict, is_quantized
+from ppl_eval.weights import LazyStateDict
 
 # torchtune's keys (the last five steer writing and resuming, which an evaluation does not do), then ours.
 KNOWN_KEYS = (
