@@ -1,4 +1,5 @@
-"""Prints the memory table of docs/parallelism.md, measured on this machine: `python benchmarks/parallel_memory.py`.
+"""Prints the memory table of docs/parallelism.md, measured on this machine: `python
+benchmarks/parallel_memory.py`.
 
 Takes some minutes. Needs the demo model (`make model`).
 """
@@ -12,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.memory import measure_activations, measure_load, measure_shards
 from helpers.processes import run_ranks
-
 from ppl_eval.fetch import fetch
 
 

@@ -22,8 +22,8 @@ from ppl_eval.workers import encode_groups
 
 
 class TextDigest:
-    """A hash over documents and where they end; in what form they were stored leaves no trace. Empty documents
-    count: where documents are joined, each adds a join.
+    """A hash over documents and where they end; in what form they were stored leaves no trace. Empty
+    documents count: where documents are joined, each adds a join.
     """
 
     def __init__(self) -> None:
