@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval import distributed
@@ -53,7 +52,7 @@ class DistributedPPLEvalRecipe:
         import torch
         from torchtune import training, utils
 
-        from ppl_eval import environment
+        from ppl_eval import aggregation, environment
         from ppl_eval.mesh import ParallelDims
 
         settings, world = self.settings, self.world
@@ -67,14 +66,17 @@ class DistributedPPLEvalRecipe:
         self.dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
         self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
         self.mesh = self.dims.build_mesh(self.device.type)
+        topology = settings.aggregation["topology"]
+        ranks_of_nodes = [node.ranks for node in world.nodes()]
+        self.add_over_ranks = aggregation.add_over_ranks(ranks_of_nodes, world.rank, self.device, topology)
         world.agree("inputs", self._read_inputs, lambda _: self._facts())
         training.set_seed(self.seed)
 
         begin = time.monotonic()
-        self.model = world.agree("model", self._load_model)
+        self.model = world.agree("model", self._load_model, lambda model: model.facts())
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
-        self.parallel = {**asdict(self.dims), "num_nodes": world.num_nodes}
+        self.parallel = {**asdict(self.dims), "num_nodes": len(world.nodes())}
         self._log_rank_zero(
             f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
         )
@@ -144,7 +146,7 @@ class DistributedPPLEvalRecipe:
         self.totals = self.tally.run.totals
         self.rounded_nll = None
         if rounded_nll is not None:
-            self.rounded_nll = float(distributed.all_reduce_sum(rounded_nll.value.reshape(1), self.device)[0])
+            self.rounded_nll = float(self.add_over_ranks(rounded_nll.value.reshape(1))[0])
         self.timing["reduce_seconds"] = time.monotonic() - begin
         self.tally.check_coverage(expected_tokens, plan.num_windows)
 
@@ -154,7 +156,7 @@ class DistributedPPLEvalRecipe:
         Returns:
             The exit code.
         """
-        from ppl_eval import baseline, report, results
+        from ppl_eval import baseline, paired, report, results
 
         results.write_records(self)
         per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
@@ -162,6 +164,9 @@ class DistributedPPLEvalRecipe:
             return 0
         result = results.build(self, per_rank)
         path = Path(self.settings.output_dir) / "result.json"
+        if self.settings.baseline is not None and baseline.is_comparable(result, self.baseline):
+            other = Path(self.settings.baseline).expanduser().parent
+            result["against_baseline"] = paired.against_baseline(result, self.baseline, path.parent, other)
         report.write_json(path, result)
         print(report.table(result), flush=True)
         self._log_rank_zero(f"written to {path}")
@@ -173,6 +178,8 @@ class DistributedPPLEvalRecipe:
         if self.settings.baseline is None:
             return 0
         code, message = baseline.compare(result, self.baseline, self.settings.baseline_tolerance)
+        if "against_baseline" in result:
+            message += f"\n{paired.told(result['against_baseline'])}"
         print(message, file=sys.stderr, flush=True)
         return code
 
@@ -204,7 +211,10 @@ class DistributedPPLEvalRecipe:
 
     def _load_model(self) -> Any:
         from ppl_eval import models
+        from ppl_eval.calibration_text import calibration_batches
 
+        batches, notes = calibration_batches(self.settings, self.inputs, self.world)
+        self.notes += notes
         return models.load_model(
             self.decoder,
             self.checkpoint,
@@ -213,15 +223,13 @@ class DistributedPPLEvalRecipe:
             self.dtype,
             self.dims,
             self.mesh,
+            batches,
+            distributed.divided_searches(self.world, self.device),
         )
 
     def _facts(self) -> dict[str, Any]:
         data = self.inputs.data.fingerprint
         return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": data}
-
-    def add_over_ranks(self, vector: np.ndarray) -> np.ndarray:
-        """Sum a vector over all ranks."""
-        return distributed.all_reduce_sum(vector, self.device)
 
     def _log_rank_zero(self, message: str) -> None:
         if self.world.rank == 0:

@@ -1,8 +1,7 @@
-"""The process group and the collectives of a run, all of which come at its end."""
+"""The process group of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,21 +35,6 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
         dist.destroy_process_group()
 
 
-def all_reduce_sum(
-    values: npt.NDArray[Any], device: torch.device, group: dist.ProcessGroup | None = None
-) -> npt.NDArray[Any]:
-    """Sum a vector over ranks, in its own dtype.
-
-    Args:
-        values: int64, float64 or float32 [N].
-        device: where the backend wants tensors.
-        group: None is all ranks.
-    """
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
-    return tensor.cpu().numpy()
-
-
 def all_gather_rows(
     row: npt.NDArray[np.float64], world_size: int, device: torch.device
 ) -> npt.NDArray[np.float64]:
@@ -59,3 +43,23 @@ def all_gather_rows(
     rows = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(rows, mine)
     return torch.stack(rows).cpu().numpy()
+
+
+def divided_searches(
+    world: World, device: torch.device
+) -> Callable[[int, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]:
+    """Divide numbered computations over the ranks: rank ``index % world_size`` computes, all get the same
+    bits.
+
+    Returns:
+        A function of the number, a tensor of the result's shape and dtype, and the computation.
+    """
+
+    def share(index: int, like: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        owner = index % world.world_size
+        found = compute() if world.rank == owner else torch.empty_like(like, device=device)
+        found = found.contiguous()
+        dist.broadcast(found.view(torch.uint8), src=owner)
+        return found
+
+    return share
