@@ -21,7 +21,6 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval import distributed
-from ppl_eval.components import instantiate
 from ppl_eval.failure import fail_together
 from ppl_eval.settings import KEYS, Settings, read_settings
 from ppl_eval.world import FIRST_PHASE, Stop, World, connect, environment_facts
@@ -58,7 +57,9 @@ class DistributedPPLEvalRecipe:
         settings, world = self.settings, self.world
         self._log = utils.get_logger(settings.log_level)
         self.device = world.agree(
-            "device", lambda: environment.choose_device(settings.device, settings.backend)
+            "device",
+            lambda: environment.choose_device(settings.device, settings.backend),
+            lambda device: {"backend": distributed.choose_backend(device, settings.backend)},
         )
         self.dtype: torch.dtype = world.agree(
             "dtype", lambda: environment.choose_dtype(settings.dtype, self.device)
@@ -99,6 +100,7 @@ class DistributedPPLEvalRecipe:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         from ppl_eval.batches import WindowBatches, expected_lanes
+        from ppl_eval.ledger import records_of
         from ppl_eval.progress import Progress
         from ppl_eval.sampler import ExactDistributedSampler
         from ppl_eval.scoring import check_finite, score_batch
@@ -132,6 +134,7 @@ class DistributedPPLEvalRecipe:
                 if not counted:
                     continue  # A peer scored the same windows, and counts them.
                 self.tally.add(batch, scores)
+                self.ledger.append(records_of(batch, scores))
                 if rounded_nll is not None:
                     rounded_nll.add(scores.nll_sum_B)
                 progress.update(totals)
@@ -141,6 +144,8 @@ class DistributedPPLEvalRecipe:
         if counted:
             totals.expected_lanes = expected_lanes(plan, data, dp_rank, dims.dp_degree)
 
+        # A rank may rightly be done long before others; a collective would not wait for them so patiently.
+        world.agree("scored", lambda: None)
         begin = time.monotonic()
         self.tally.reduce(self.add_over_ranks)
         self.totals = self.tally.run.totals
@@ -151,36 +156,20 @@ class DistributedPPLEvalRecipe:
         self.tally.check_coverage(expected_tokens, plan.num_windows)
 
     def save_checkpoint(self) -> int:
-        """Write the result, print it, and hold it against the baseline; rank 0.
+        """Write the result, print it, and hold it against the baseline: rank 0 does, the others wait.
 
         Returns:
             The exit code.
         """
-        from ppl_eval import baseline, paired, report, results
+        from ppl_eval import results
 
         results.write_records(self)
         per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
-        if self.world.rank != 0:
-            return 0
-        result = results.build(self, per_rank)
-        path = Path(self.settings.output_dir) / "result.json"
-        if self.settings.baseline is not None and baseline.is_comparable(result, self.baseline):
-            other = Path(self.settings.baseline).expanduser().parent
-            result["against_baseline"] = paired.against_baseline(result, self.baseline, path.parent, other)
-        report.write_json(path, result)
-        print(report.table(result), flush=True)
-        self._log_rank_zero(f"written to {path}")
-        if self.settings.metric_logger is not None:
-            metric_logger = instantiate("metric_logger", self.settings.metric_logger)
-            numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
-            metric_logger.log_dict(numbers, step=0)
-            metric_logger.close()
-        if self.settings.baseline is None:
-            return 0
-        code, message = baseline.compare(result, self.baseline, self.settings.baseline_tolerance)
-        if "against_baseline" in result:
-            message += f"\n{paired.told(result['against_baseline'])}"
-        print(message, file=sys.stderr, flush=True)
+        code = self.world.agree(
+            "result", lambda: results.write_result(self, per_rank) if self.world.rank == 0 else 0
+        )
+        if self.world.local_rank == 0:
+            self.ledger.remove()
         return code
 
     def cleanup(self) -> None:
@@ -188,7 +177,7 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read_inputs(self) -> None:
-        from ppl_eval import baseline, models, report
+        from ppl_eval import baseline, ledger, models, report
         from ppl_eval.inputs import read_inputs
 
         settings, world = self.settings, self.world
@@ -202,6 +191,8 @@ class DistributedPPLEvalRecipe:
         self.inputs = inputs = read_inputs(settings, world)
         self.notes += [*notes, *inputs.notes]
         models.check_fit(self.decoder, inputs.protocol.max_seq_len, inputs.encoder.vocab_size)
+        self.ledger = ledger.open_ledger(Path(settings.output_dir), ledger.plan_facts(self), world.rank)
+        self._resources.callback(self.ledger.close)
         self.timing["data_seconds"] = time.monotonic() - begin
         self._log_rank_zero(
             f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
@@ -261,17 +252,14 @@ def run(argv: Sequence[str]) -> int:
             raise problem
         return settings
 
-    world.agree(FIRST_PHASE, settled, lambda s: environment_facts(world, s.written))
-    recipe = DistributedPPLEvalRecipe(settings, world)
-    try:
-        # Cleaning up closes connections, which the others must not take for the cause: it comes after
-        # telling.
-        with fail_together(world):
-            recipe.setup()
-            recipe.evaluate()
-            return recipe.save_checkpoint()
-    finally:
-        recipe.cleanup()
+    with ExitStack() as resources, fail_together(world, resources.close):
+        world.check_world_size()
+        world.agree(FIRST_PHASE, settled, lambda s: environment_facts(s.written))
+        recipe = DistributedPPLEvalRecipe(settings, world)
+        resources.callback(recipe.cleanup)
+        recipe.setup()
+        recipe.evaluate()
+        return recipe.save_checkpoint()
 
 
 @record

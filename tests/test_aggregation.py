@@ -10,8 +10,7 @@ from ppl_eval.settings import AGGREGATION_KEYS
 
 NODES = [[0, 2], [1]]
 VECTORS = np.array([[1, 2**40, -5], [10, 7, 2**62], [100, -(2**40), 3]], dtype=np.int64)
-# Means of groups of 1, 3 and no tokens: 10 and 2 weigh (10 x 1 + 2 x 3) / 4 = 4, where a mean of means gives
-# 6.
+# Means of groups of 1, 3 and no tokens: (10 x 1 + 2 x 3) / 4 = 4, where a mean of means gives 6.
 VALUES = [[10.0], [2.0], []]
 WEIGHTS = [[1], [3], []]
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ppl_eval import metrics, protocols, records
 from ppl_eval.batches import Batch, WindowBatches
 from ppl_eval.denominators import CoveredText
+from ppl_eval.ledger import records_of
 from ppl_eval.plan import Plan, make_plan
 from ppl_eval.tally import Tally
 from ppl_eval.tokens import TokenData
@@ -39,7 +40,7 @@ def made(lengths: list[int], protocol: Protocol, domain_D: list[int] | None = No
 
 
 def wishes(**asked) -> SimpleNamespace:
-    return SimpleNamespace(**{"per_window": True, "per_document": True, "position_buckets": None, **asked})
+    return SimpleNamespace(**{"position_buckets": None, **asked})
 
 
 def scored(batch: Batch) -> WindowScores:
@@ -56,6 +57,12 @@ def scored(batch: Batch) -> WindowScores:
         nll_BT,
         correct_BT,
     )
+
+
+def records_by_rank(plan: Plan, data: TokenData, num_ranks: int) -> list[np.ndarray]:
+    batches = WindowBatches(plan, data, prefix_token=1)
+    found = [records_of(batches[index], scored(batches[index])) for index in range(plan.num_batches)]
+    return [np.concatenate([found[0][:0], *found[rank::num_ranks]]) for rank in range(num_ranks)]
 
 
 def tallies(plan: Plan, data: TokenData, num_ranks: int, **asked) -> list[Tally]:
@@ -75,13 +82,12 @@ def joined(ranks: list[Tally]) -> Tally:
     return ranks[0]
 
 
-def write_records(plan: Plan, data: TokenData, ranks: list[Tally], folder: Path, covered) -> None:
+def write_records(plan: Plan, data: TokenData, ranks: list[np.ndarray], folder: Path, covered) -> None:
     """Gather as ranks do: those that don't write say what they add, then the writer hears the sums."""
     sent: list[list[np.ndarray]] = []
-    for tally in ranks[1:]:
+    for own in ranks[1:]:
         chunks: list[np.ndarray] = []
-        assert tally.records is not None
-        for _ in tally.records.gather(plan, lambda v, chunks=chunks: (chunks.append(v.copy()), _ones(v))[1]):
+        for _ in records.gather(own, plan, lambda v, chunks=chunks: (chunks.append(v.copy()), _ones(v))[1]):
             pass
         sent.append(chunks)
     turn = iter(range(1 << 30))
@@ -90,8 +96,7 @@ def write_records(plan: Plan, data: TokenData, ranks: list[Tally], folder: Path,
         chunk = next(turn)
         return vector + sum(chunks[chunk] for chunks in sent)
 
-    assert ranks[0].records is not None
-    records.write(folder, ranks[0].records, plan, data, covered, add, per_window=True, per_document=True)
+    records.write(folder, ranks[0], plan, data, covered, add, per_window=True, per_document=True)
 
 
 def _ones(vector: np.ndarray) -> np.ndarray:
@@ -187,8 +192,7 @@ def test_records_are_the_same_from_any_number_of_ranks(tmp_path: Path, monkeypat
     for num_ranks in (1, 2, 3):
         folder = tmp_path / str(num_ranks)
         folder.mkdir()
-        ranks = tallies(plan, data, num_ranks)
-        write_records(plan, data, ranks, folder, covered)
+        write_records(plan, data, records_by_rank(plan, data, num_ranks), folder, covered)
         tables.append([pq.read_table(folder / name) for name in ("windows.parquet", "documents.parquet")])
         assert sorted(path.name for path in folder.iterdir()) == ["documents.parquet", "windows.parquet"]
     assert tables[0] == tables[1] == tables[2]
@@ -216,21 +220,20 @@ def test_every_documented_column_is_there_and_no_other() -> None:
 
 def test_a_lost_window_is_noticed() -> None:
     plan, data = made(LENGTHS, protocols.rolling(8))
-    tally = tallies(plan, data, 2)[0]
-    assert tally.records is not None
+    own = records_by_rank(plan, data, 2)[0]
     with pytest.raises(AssertionError, match="recorded by no rank"):
-        list(tally.records.gather(plan, lambda vector: vector))
+        list(records.gather(own, plan, lambda vector: vector))
 
 
 def test_failed_writing_leaves_nothing_behind(tmp_path: Path) -> None:
     plan, data = made(LENGTHS, protocols.rolling(8))
-    ranks = tallies(plan, data, 1)
+    own = records_by_rank(plan, data, 1)[0]
 
     def fail(_: np.ndarray) -> np.ndarray:
         raise RuntimeError("a rank died")
 
     with pytest.raises(RuntimeError, match="a rank died"):
-        records.write(tmp_path, ranks[0].records, plan, data, None, fail, per_window=True, per_document=True)
+        records.write(tmp_path, own, plan, data, None, fail, per_window=True, per_document=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -72,8 +72,7 @@ def _by_node(nodes: list[list[int]], rank: int) -> Callable[[torch.Tensor], None
 def adaptive_aggregation(
     values_N: Array, weights_N: Array, precision: str = "exact", add: AddOverRanks = lambda vector: vector
 ) -> float:
-    """Weighted mean over the values of all ranks: one sum of value x weight, one sum of weights, one
-    division.
+    """Weighted mean over the values of all ranks: sum of value x weight over sum of weights, one division.
 
     A mean of the ranks' means would weigh a rank with 1 token like one with a million.
 

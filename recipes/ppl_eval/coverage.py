@@ -23,7 +23,8 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 Lanes = npt.NDArray[np.uint64]
 
 
-def _mix(x: Lanes) -> Lanes:
+def mix64(x: Lanes) -> Lanes:
+    """Scramble 64-bit numbers, one to one (splitmix64's finaliser)."""
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
     return x ^ (x >> _S31)
@@ -33,9 +34,9 @@ def lanes_of(document_N: IntArray, position_N: IntArray) -> Lanes:
     """Hash of the set of (document, position) pairs: uint64 [LANES], to be added modulo 2^64."""
     lanes = np.zeros(LANES, dtype=np.uint64)
     for lane in range(LANES):
-        seed = _mix(np.full(1, lane + 1, dtype=np.uint64) * _GOLDEN)
-        document_hash = _mix(document_N.astype(np.uint64) + seed)
-        lanes[lane] = _mix(document_hash + position_N.astype(np.uint64) * _GOLDEN).sum(dtype=np.uint64)
+        seed = mix64(np.full(1, lane + 1, dtype=np.uint64) * _GOLDEN)
+        document_hash = mix64(document_N.astype(np.uint64) + seed)
+        lanes[lane] = mix64(document_hash + position_N.astype(np.uint64) * _GOLDEN).sum(dtype=np.uint64)
     return lanes
 
 

@@ -11,6 +11,11 @@ import torch.distributed as dist
 from ppl_eval.world import World
 
 
+def choose_backend(device: torch.device, backend: str | None) -> str:
+    """The backend of the process group: as configured, else nccl for cuda and gloo for cpu."""
+    return backend or ("nccl" if device.type == "cuda" else "gloo")
+
+
 @contextmanager
 def process_group(world: World, device: torch.device, backend: str | None) -> Iterator[None]:
     """Form the default process group and destroy it on every way out.
@@ -18,12 +23,12 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
     Args:
         world: the processes.
         device: this rank's device.
-        backend: as configured; None takes nccl for cuda and gloo for cpu.
+        backend: as configured, or None.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend or ("nccl" if device.type == "cuda" else "gloo"),
+        choose_backend(device, backend),
         store=dist.PrefixStore("process_group", world.store),
         rank=world.rank,
         world_size=world.world_size,

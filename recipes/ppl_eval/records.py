@@ -34,11 +34,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ppl_eval.batches import Batch
 from ppl_eval.denominators import CoveredText
+from ppl_eval.ledger import Records
 from ppl_eval.plan import Plan
 from ppl_eval.tokens import TokenData
-from ppl_eval.totals import WindowScores
 from ppl_eval.windows import IntArray, Windows, exp_or_infinity
 
 Reduce = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
@@ -70,45 +69,33 @@ class Rows(NamedTuple):
     nll_sq_sum: npt.NDArray[np.float64]
 
 
-class WindowRecords:
-    """The windows that this rank scored: 40 bytes each, kept until the end."""
+def gather(own: Records, plan: Plan, add_over_ranks: Reduce) -> Iterator[Rows]:
+    """All windows of all ranks in order, a chunk at a time; every rank must run through it.
 
-    def __init__(self) -> None:
-        self._parts: list[IntArray] = []
+    A window was scored by one rank, so its row is the sum over ranks of that row and zeros, bit by bit.
 
-    def add(self, batch: Batch, scores: WindowScores) -> None:
-        """Keep a scored batch."""
-        columns = (
-            batch.window_ids_B,
-            scores.num_tokens_B,
-            scores.num_correct_B,
-            scores.nll_sum_B.view(np.int64),
-            scores.nll_sq_sum_B.view(np.int64),
-        )
-        self._parts.append(np.stack(columns, axis=1))
-
-    def gather(self, plan: Plan, add_over_ranks: Reduce) -> Iterator[Rows]:
-        """All windows of all ranks in order, a chunk at a time; every rank must run through it.
-
-        A window was scored by one rank, so its row is the sum over ranks of that row and zeros, bit by bit.
-        """
-        mine = np.concatenate([np.zeros((0, 5), dtype=np.int64), *self._parts])
-        mine = mine[np.argsort(mine[:, 0])]
-        for first in range(0, plan.num_windows, _CHUNK):
-            last = min(first + _CHUNK, plan.num_windows)
-            here = mine[slice(*np.searchsorted(mine[:, 0], [first, last]))]
-            rows = np.zeros((last - first, 5), dtype=np.int64)
-            rows[here[:, 0] - first, 0] = 1
-            rows[here[:, 0] - first, 1:] = here[:, 1:]
-            rows = add_over_ranks(rows.ravel()).reshape(rows.shape)
-            assert (rows[:, 0] == 1).all(), "a window was recorded by no rank, or by more than one"
-            nll_sum, nll_sq_sum = (np.ascontiguousarray(rows[:, i]).view(np.float64) for i in (3, 4))
-            yield Rows(plan.windows(first, last), first, rows[:, 1], rows[:, 2], nll_sum, nll_sq_sum)
+    Args:
+        own: what this rank scored, ordered by window.
+        plan: the plan.
+        add_over_ranks: sums an int64 vector over ranks.
+    """
+    for first in range(0, plan.num_windows, _CHUNK):
+        last = min(first + _CHUNK, plan.num_windows)
+        here = own[slice(*np.searchsorted(own["window_id"], [first, last]))]
+        rows = np.zeros((last - first, 5), dtype=np.int64)
+        place = here["window_id"] - first
+        rows[place, 0] = 1
+        for column, name in enumerate(("num_tokens", "num_correct", "nll_sum", "nll_sq_sum"), start=1):
+            rows[place, column] = here[name].view(np.int64)
+        rows = add_over_ranks(rows.ravel()).reshape(rows.shape)
+        assert (rows[:, 0] == 1).all(), "a window was recorded by no rank, or by more than one"
+        nll_sum, nll_sq_sum = (np.ascontiguousarray(rows[:, i]).view(np.float64) for i in (3, 4))
+        yield Rows(plan.windows(first, last), first, rows[:, 1], rows[:, 2], nll_sum, nll_sq_sum)
 
 
 def write(
     output_dir: Path | None,
-    records: WindowRecords,
+    own: Records,
     plan: Plan,
     data: TokenData,
     covered: CoveredText | None,
@@ -121,7 +108,7 @@ def write(
 
     Args:
         output_dir: where to write; None on ranks that don't.
-        records: this rank's windows.
+        own: what this rank scored (``Ledger.own``).
         plan: the plan.
         data: its tokens.
         covered: text that each document covers, where it is known.
@@ -136,7 +123,7 @@ def write(
         if output_dir is not None and per_document:
             file = stack.enter_context(_whole_file(output_dir / "documents.parquet", _DOCUMENTS))
             documents = _Documents(file, data, covered)
-        for rows in records.gather(plan, add_over_ranks):
+        for rows in gather(own, plan, add_over_ranks):
             if windows is not None:
                 windows.write_table(_window_table(rows, data))
             if documents is not None:

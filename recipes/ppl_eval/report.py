@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ SCHEMA = 1
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file so that it is there whole or not at all; strict JSON, floats to the last digit."""
-    half = path.with_name(f".{path.name}.{os.getpid()}.half")
+    # Processes of other hosts may write the same file.
+    half = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.half")
     with open(half, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2, allow_nan=False)
         file.write("\n")

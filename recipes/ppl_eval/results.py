@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from torchtune import utils
 
-from ppl_eval import coverage, denominators, metrics, records, report
+from ppl_eval import baseline, coverage, denominators, metrics, paired, records, report
+from ppl_eval.components import instantiate
 from ppl_eval.environment import peak_memory_bytes, versions
 
 if TYPE_CHECKING:
@@ -108,13 +111,46 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
     }
 
 
+def write_result(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -> int:
+    """Write ``result.json``, print the table, log the numbers, and compare with the baseline; rank 0.
+
+    Args:
+        recipe: after ``evaluate``.
+        per_rank: ``rank_row`` of every rank.
+
+    Returns:
+        The exit code.
+    """
+    settings = recipe.settings
+    result = build(recipe, per_rank)
+    path = Path(settings.output_dir) / "result.json"
+    if settings.baseline is not None and baseline.is_comparable(result, recipe.baseline):
+        other = Path(settings.baseline).expanduser().parent
+        result["against_baseline"] = paired.against_baseline(result, recipe.baseline, path.parent, other)
+    report.write_json(path, result)
+    print(report.table(result), flush=True)
+    utils.get_logger(settings.log_level).info(f"written to {path}")
+    if settings.metric_logger is not None:
+        metric_logger = instantiate("metric_logger", settings.metric_logger)
+        numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
+        metric_logger.log_dict(numbers, step=0)
+        metric_logger.close()
+    if settings.baseline is None:
+        return 0
+    code, message = baseline.compare(result, recipe.baseline, settings.baseline_tolerance)
+    if "against_baseline" in result:
+        message += f"\n{paired.told(result['against_baseline'])}"
+    print(message, file=sys.stderr, flush=True)
+    return code
+
+
 def write_records(recipe: DistributedPPLEvalRecipe) -> None:
     """Write what each window and document scored, where asked for; all ranks take part."""
     settings, inputs = recipe.settings, recipe.inputs
-    if recipe.tally.records is not None:
+    if settings.per_window or settings.per_document:
         records.write(
             Path(settings.output_dir) if recipe.world.rank == 0 else None,
-            recipe.tally.records,
+            recipe.ledger.own(),
             inputs.plan,
             inputs.data,
             denominators.covered_text(inputs.plan, inputs.data, inputs.encoder),

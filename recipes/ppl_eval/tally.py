@@ -12,7 +12,6 @@ import numpy.typing as npt
 from ppl_eval.batches import Batch
 from ppl_eval.blocks import Blocks
 from ppl_eval.plan import Plan
-from ppl_eval.records import WindowRecords
 from ppl_eval.tokens import IGNORE_INDEX, TokenData
 from ppl_eval.totals import Totals, WindowScores
 from ppl_eval.windows import IntArray
@@ -52,19 +51,16 @@ class Tally:
     Args:
         plan: the plan.
         data: its tokens.
-        wishes: the config: in how many parts the positions of a window are counted apart (None: not at all),
-            and whether what each window scored is kept for later.
+        wishes: the config: in how many parts the positions of a window are counted apart (None: not at all).
 
     Attributes:
         run: sums of all windows.
         domains: sums of each domain, by name; empty if there is only one.
         positions: sums by how many tokens the model saw before a target: bucket i has the targets after
             i * width + 1 to (i + 1) * width of them.
-        records: what each window scored; None if it is not kept.
     """
 
     def __init__(self, plan: Plan, data: TokenData, wishes: Any) -> None:
-        self.records = WindowRecords() if wishes.per_window or wishes.per_document else None
         self._first_window_D1, self._domain_D = plan.first_window_D1, data.domain_D
         num_windows_D = plan.windows_per_document()
         with_windows = np.flatnonzero(num_windows_D)
@@ -88,8 +84,6 @@ class Tally:
         """Add a scored batch."""
         self.run.add(scores, batch.window_ids_B, batch.weights_B)
         self.run.totals.scored_lanes += batch.scored_lanes
-        if self.records is not None:
-            self.records.add(batch, scores)
         if self.domains:
             assert self._domain_D is not None
             domain_B = self._domain_D[batch.document_B]

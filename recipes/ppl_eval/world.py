@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ FIRST_PHASE = "settings"
 ABORT = "abort"
 NODES = "nodes"
 POLL = timedelta(seconds=1)
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class Stop(Exception):
@@ -63,9 +65,14 @@ class World:
     store: dist.Store
     timeout: timedelta
 
-    def nodes(self) -> list[Node]:
-        """The nodes of the run, by their first rank; known once the ranks agreed on ``FIRST_PHASE``."""
-        return [Node(*node) for node in json.loads(self.store.get(NODES))]
+    def nodes(self, store: dist.Store | None = None) -> list[Node]:
+        """The nodes of the run, by their first rank; known once the ranks agreed on ``FIRST_PHASE``.
+
+        Args:
+            store: the caller's own connection to the store, where it is a thread that must not wait for
+                another's.
+        """
+        return [Node(*node) for node in json.loads((store or self.store).get(NODES))]
 
     @property
     def where(self) -> str:
@@ -118,7 +125,11 @@ class World:
                 self.store.set(NODES, json.dumps(group_by_node(reports)))
             # Only now may the others go: the launcher ends rank 0 as soon as one of them does.
             self.store.set(f"{phase}/verdict", "stop" if problem else "go")
-        self._wait([f"{phase}/verdict"], f"the verdict of rank 0 on {phase!r}")
+        verdict = f"{phase}/verdict"
+        while not self._wait([verdict], f"the verdict of rank 0 on {phase!r}", give_up=phase == FIRST_PHASE):
+            # Rank 0 waits as long for the slowest, and starts to wait when it comes.
+            if not self.store.check([f"{phase}/report/0"]):
+                raise ValueError(f"rank 0 did not come within timeout_seconds; {self.where} waited for it")
         if self.store.get(f"{phase}/verdict") != b"go":
             raise Stop(EXIT_BAD_INPUT)
         return value  # type: ignore[return-value]
@@ -150,8 +161,34 @@ class World:
             raise ValueError(answer["error"])
         return answer["value"]
 
-    def announce_failure(self, message: str) -> bool:
+    def check_world_size(self) -> None:
+        """See that the ranks were told the same number of ranks, before they wait for that many.
+
+        Raises:
+            ValueError: if this one was told another number than the one that came first.
+        """
+        mine = {"where": self.where, "world_size": self.world_size}
+        first = json.loads(self.store.compare_set("world_size", "", json.dumps(mine)))
+        if first["world_size"] != self.world_size:
+            raise ValueError(
+                f"world size differs between ranks: {first['world_size']} on {first['where']};"
+                f" {self.world_size} on {self.where} (WORLD_SIZE, which the launcher sets)"
+            )
+
+    def part(self) -> None:
+        """After a run that went well: where rank 0 keeps the store, it stays until nobody needs it."""
+        if self.world_size > 1 and os.environ.get(_AGENT_STORE) != "True":
+            self.store.set(f"parted/{self.rank}", "")
+            if self.rank == 0:
+                keys = [f"parted/{rank}" for rank in range(self.world_size)]
+                self._wait(keys, "all ranks to end", give_up=True)
+
+    def announce_failure(self, message: str, store: dist.Store | None = None) -> bool:
         """Tell all ranks that the run has failed.
+
+        Args:
+            message: why.
+            store: the caller's own connection to the store.
 
         Returns:
             Whether this rank was the first to say so, and should print why: errors that follow from another
@@ -159,7 +196,7 @@ class World:
         """
         mine = json.dumps({"where": self.where, "host": self.host, "message": message})
         try:
-            return json.loads(self.store.compare_set(ABORT, "", mine))["where"] == self.where
+            return json.loads((store or self.store).compare_set(ABORT, "", mine))["where"] == self.where
         except (dist.DistError, RuntimeError):
             return True  # The store is gone: nobody else may be left to say it.
 
@@ -169,24 +206,30 @@ class World:
         self._wait(keys, f"all ranks to finish {phase!r}", give_up=first_contact)
         return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
 
-    def _wait(self, keys: list[str], what: str, give_up: bool = False) -> None:
+    def _wait(self, keys: list[str], what: str, give_up: bool = False) -> bool:
         # Work before the reports may rightly take long (a big model from a slow disk), so only the first
         # contact gives up. A rank that fails ends this wait through the launcher or the abort watch.
-        waited = timedelta()
+        began = said = time.monotonic()
+        patience = self.timeout.total_seconds()
         for key in keys:
             while not self.store.check([key]):
                 try:
-                    self.store.wait([key], POLL)
+                    # In one go: the store's client complains in the log of every wait that runs out.
+                    self.store.wait([key], self.timeout)
+                except dist.DistNetworkError:
+                    raise
                 except (dist.DistStoreError, RuntimeError):
-                    waited += POLL
-                    if give_up and waited >= self.timeout:
-                        return
-                    if waited.seconds % max(1, int(self.timeout.total_seconds())) == 0:
+                    now = time.monotonic()
+                    if give_up and now - began >= patience:
+                        return False
+                    if now - said >= patience:
+                        said = now
                         print(
-                            f"{self.where}: still waiting for {what}, {waited.seconds} s so far",
+                            f"{self.where}: still waiting for {what}, {now - began:.0f} s so far",
                             file=sys.stderr,
                             flush=True,
                         )
+        return True
 
 
 def connect(timeout_seconds: float) -> World:
@@ -217,7 +260,7 @@ def _connect_store(timeout: timedelta, host: str) -> dist.Store:
     env = os.environ
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), env.get("MASTER_PORT", "29500")
     # torchrun's agent keeps the store; without one, rank 0 does.
-    is_master = env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_master = env["RANK"] == "0" and env.get(_AGENT_STORE) != "True"
     try:
         # Not waiting for the others here: `agree` does, and can say who is missing.
         store = dist.TCPStore(address, int(port), None, is_master, timeout, wait_for_workers=False)
@@ -232,10 +275,9 @@ def _connect_store(timeout: timedelta, host: str) -> dist.Store:
     return dist.PrefixStore(f"ppl_eval/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def environment_facts(world: World, config: Mapping[str, Any]) -> dict[str, Any]:
+def environment_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """What must be equal on all ranks before anything else is worth trying."""
     return {
         "torch version": torch.__version__,
-        "world size": world.world_size,
         **{f"config key {name}": value for name, value in config.items()},
     }
