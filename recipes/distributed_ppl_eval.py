@@ -71,7 +71,7 @@ class DistributedPPLEvalRecipe:
         training.set_seed(self.seed)
 
         begin = time.monotonic()
-        self.model = world.agree("model", self._load_model)
+        self.model = world.agree("model", self._load_model, lambda model: model.facts())
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
         self.parallel = {**asdict(self.dims), "num_nodes": world.num_nodes}
@@ -154,7 +154,7 @@ class DistributedPPLEvalRecipe:
         Returns:
             The exit code.
         """
-        from ppl_eval import baseline, report, results
+        from ppl_eval import baseline, paired, report, results
 
         results.write_records(self)
         per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
@@ -162,6 +162,9 @@ class DistributedPPLEvalRecipe:
             return 0
         result = results.build(self, per_rank)
         path = Path(self.settings.output_dir) / "result.json"
+        if self.settings.baseline is not None and baseline.is_comparable(result, self.baseline):
+            other = Path(self.settings.baseline).expanduser().parent
+            result["against_baseline"] = paired.against_baseline(result, self.baseline, path.parent, other)
         report.write_json(path, result)
         print(report.table(result), flush=True)
         self._log_rank_zero(f"written to {path}")
@@ -173,6 +176,8 @@ class DistributedPPLEvalRecipe:
         if self.settings.baseline is None:
             return 0
         code, message = baseline.compare(result, self.baseline, self.settings.baseline_tolerance)
+        if "against_baseline" in result:
+            message += f"\n{paired.told(result['against_baseline'])}"
         print(message, file=sys.stderr, flush=True)
         return code
 
@@ -204,7 +209,10 @@ class DistributedPPLEvalRecipe:
 
     def _load_model(self) -> Any:
         from ppl_eval import models
+        from ppl_eval.calibration_text import calibration_batches
 
+        batches, notes = calibration_batches(self.settings, self.inputs, self.world)
+        self.notes += notes
         return models.load_model(
             self.decoder,
             self.checkpoint,
@@ -213,6 +221,8 @@ class DistributedPPLEvalRecipe:
             self.dtype,
             self.dims,
             self.mesh,
+            batches,
+            distributed.divided_searches(self.world, self.device),
         )
 
     def _facts(self) -> dict[str, Any]:

@@ -79,6 +79,16 @@ def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: 
     return lines
 
 
+def is_comparable(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
+    """Whether both are answers to the same question."""
+    return not differences(result, baseline, _QUESTION)
+
+
+def is_quantized(result: Mapping[str, Any]) -> bool:
+    """Whether the result is of quantised weights, be it on load or before."""
+    return result.get("quantizer") is not None or bool(_get(result, "model.quantized_checkpoint"))
+
+
 def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: float) -> tuple[int, str]:
     """Hold a result against a baseline.
 
@@ -106,6 +116,11 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
     )
     if same or (tolerance > 0 and drift <= tolerance):
         return 0, f"agrees with the baseline{': the same bits' if same else f': {numbers}'}"
+    if tolerance == 0 and is_quantized(result) and not is_quantized(baseline):
+        return 0, (
+            "quantised weights against a full-precision baseline: compared, not gated (baseline_tolerance"
+            f" sets a gate). {numbers}"
+        )
     reasons = differences(result, baseline, _REASONS) or [
         "none of the recorded fields differ: same checkpoint, dtype, batch size, topology and versions."
         " Suspect hardware, or a kernel that is not deterministic"

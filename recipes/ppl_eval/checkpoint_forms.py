@@ -16,8 +16,9 @@ from torchtune.models.phi3._convert_weights import phi3_hf_to_tune
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
 from ppl_eval.checkpoint_files import StoredTensor, read_safetensors
+from ppl_eval.quantized_tensors import is_quantized
 from ppl_eval.torch_files import index_torch_file
-from ppl_eval.weights import LazyStateDict, is_quantized
+from ppl_eval.weights import LazyStateDict
 
 # torchtune's checkpointer class -> form of the files
 FORMS = {

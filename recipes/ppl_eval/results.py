@@ -69,6 +69,7 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             },
             "num_parameters": recipe.model.num_parameters,
             "checkpoint": recipe.checkpoint.identity,
+            "quantized_checkpoint": recipe.checkpoint.quantized,
             "config_check": recipe.config_check,
         },
         "quantizer": (
@@ -77,6 +78,8 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             else {
                 **settings.as_dict()["quantizer"],
                 "component": settings.quantizer._component_,
+                "scheme": quantization.scheme,
+                "weight_bytes": quantization.weight_bytes,
                 "num_quantized": len(quantization.quantized),
                 "num_skipped": len(quantization.skipped),
                 "quantized": [list(entry) for entry in quantization.quantized],

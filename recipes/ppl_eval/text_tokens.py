@@ -22,8 +22,8 @@ from ppl_eval.workers import encode_groups
 
 
 class TextDigest:
-    """A hash over documents and where they end; in what form they were stored leaves no trace. Empty ones
-    count: where documents are joined, each adds a join.
+    """A hash over documents and where they end; in what form they were stored leaves no trace. Empty
+    documents count: where documents are joined, each adds a join.
     """
 
     def __init__(self) -> None:
@@ -190,9 +190,7 @@ class _Writing:
         """
         counter, num_chars, begins = TextCounter(self.word_separator), 0, True
         # Only where it takes long: a bar that comes and goes tells nothing.
-        progress = tqdm(
-            desc="tokenising", unit=" characters", unit_scale=True, delay=10, mininterval=5, leave=False
-        )
+        progress = tqdm(desc="tokenising", unit=" characters", unit_scale=True, delay=5, leave=False)
         for part in self.source.parts(self.source_notes):
             self.digest.add(part)
             progress.update(len(part.text))
