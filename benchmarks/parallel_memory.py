@@ -1,5 +1,4 @@
-"""Prints the memory table of docs/parallelism.md, measured on this machine: `python
-benchmarks/parallel_memory.py`.
+"""Prints the memory tables of docs/parallelism.md: `python benchmarks/parallel_memory.py`.
 
 Takes some minutes. Needs the demo model (`make model`).
 """

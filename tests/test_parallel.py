@@ -81,7 +81,7 @@ def score(name, degrees, rank=0, world_size=1, **options):
         tokens_BT, labels_BT = DUMMY if index == DUMMY_BATCH else batches()[index]
         nll_N, correct_N = model.scorer(tokens_BT, labels_BT)
         if index != DUMMY_BATCH and dims.is_counted(rank):
-            scores[index] = np.stack(window_scores(nll_N, correct_N, labels_BT, len(tokens_BT)))
+            scores[index] = np.stack(window_scores(nll_N, correct_N, labels_BT, len(tokens_BT))[:4])
     return scores
 
 

@@ -1,5 +1,7 @@
 """Each scheme quantises what it fits, says what it left, and comes back from disk with the same bits."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -241,3 +243,42 @@ def test_adapter_on_quantised_weights_is_refused(tmp_path):
     torch.save({"x": torch.ones(1)}, tmp_path / "adapter_model.pt")
     with pytest.raises(ValueError, match="merge first, then quantise"):
         load_state_dict(section | {"adapter_checkpoint": "adapter_model.pt"})
+
+
+@pytest.mark.parametrize("kind", ["Int4WeightOnly", "Int8DynActInt4Weight"])
+def test_a_qat_trained_checkpoint_is_what_its_training_saw(kind):
+    """Fake-quantised outputs of the training model against those of its weights under the matching
+    quantiser."""
+    from torchtune.training import quantization
+
+    torch.manual_seed(0)
+    # torchao's int4 training layers come in widths of 1024 only.
+    plain = nn.Sequential(nn.Linear(1024, 64, bias=False)).to(torch.bfloat16)
+    x = torch.randn(8, 1024, dtype=torch.bfloat16)
+    trained = getattr(quantization, f"{kind}QATQuantizer")(groupsize=32).prepare(copy.deepcopy(plain))
+    assert set(trained.state_dict()) == set(plain.state_dict())
+    plain.load_state_dict(trained.state_dict())
+    unrounded, seen = plain(x), trained(x)
+    section = {"_component_": f"{TORCHTUNE}{kind}Quantizer", "groupsize": 32}
+    quantize(plain.requires_grad_(False), section, "cpu")
+
+    def distance(other):
+        return float((other - seen).norm() / seen.norm())
+
+    assert distance(plain(x)) < 0.1 * distance(unrounded)
+
+
+def test_what_torchtunes_own_quantiser_writes_is_read_and_has_our_bits(tmp_path):
+    from torchtune.training.quantization import Int8DynActInt4WeightQuantizer
+
+    theirs, ours = make(), make()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        theirs = Int8DynActInt4WeightQuantizer(groupsize=32).quantize(theirs)
+    finally:
+        torch.set_float32_matmul_precision(precision)  # it changes the process's
+    opened = load_state_dict(tiny.write_tune(tmp_path, theirs.state_dict()))
+    again = tiny.empty(tiny.tied)
+    load_into(again, opened.state_dict, dtype=torch.bfloat16)
+    quantize(ours, SCHEMES["8da4w"][0], "cpu")
+    assert torch.equal(tiny.logits(again), tiny.logits(ours))

@@ -1,7 +1,7 @@
 """Two runs over the same windows, window by window: how far apart are they, and is that more than noise?
 
-Most of what makes one window harder than another is the same for both runs and cancels in the difference, so
-a paired difference is known far better than either perplexity.
+Most of what makes one window harder than another is the same for both runs and cancels in the difference,
+so a paired difference is known far better than either perplexity.
 """
 
 import math
