@@ -133,8 +133,10 @@ def test_pieces_that_do_not_fit_lead_to_one_call(
 
 
 def test_ids_that_do_not_fit_the_declared_vocabulary_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not fit uint16"):
-        stores.ArrayWriter(tmp_path / "tokens.bin", np.uint16).extend(np.array([70_000]))
+    writer = stores.ArrayWriter(tmp_path / "tokens.bin", np.uint16)
+    writer.extend(np.array([70_000]))
+    with pytest.raises(ValueError, match=r"tokens: a value of 70000\.\.70000 does not fit uint16"):
+        writer.close()
 
 
 def test_crlf_and_byte_order_marks_are_reported_and_kept(encoder: TextEncoder, tmp_path: Path) -> None:

@@ -190,7 +190,9 @@ class _Writing:
         """
         counter, num_chars, begins = TextCounter(self.word_separator), 0, True
         # Only where it takes long: a bar that comes and goes tells nothing.
-        progress = tqdm(desc="tokenising", unit=" characters", unit_scale=True, delay=5, leave=False)
+        progress = tqdm(
+            desc="tokenising", unit=" characters", unit_scale=True, delay=10, mininterval=5, leave=False
+        )
         for part in self.source.parts(self.source_notes):
             self.digest.add(part)
             progress.update(len(part.text))
