@@ -1,9 +1,10 @@
-"""The table of docs/quantization.md: the demo model under every quantiser, on one text, with the command of each row.
+"""The table of docs/quantization.md: the demo model under every quantiser, on one text, with the command of
+each row.
 
     OMP_NUM_THREADS=1 python benchmarks/quantization_table.py --windows 16
 
-Runs the recipe once a row, each in a process of its own, on one thread. Speed is in tokens per second of processor time,
-so that other work on the machine does not show.
+Runs the recipe once a row, each in a process of its own, on one thread. Speed is in tokens per second of
+processor time, so that other work on the machine does not show.
 """
 
 import argparse
@@ -106,7 +107,8 @@ def line(name: str, result: dict, seconds: float) -> str:
         difference = f"{against['ce_loss_difference']:+.4f} ± {against['ce_loss_difference_stderr']:.4f}"
     layers = f"{quantizer['num_quantized']} of 210" if quantizer else "none"
     return (
-        f"| {name} | {layers} | {num_bytes / 2**20:.1f} | {result['perplexity']:.3f} | {ratio} | {difference} |"
+        f"| {name} | {layers} | {num_bytes / 2**20:.1f} | {result['perplexity']:.3f} | {ratio} | "
+        f"{difference} |"
         f" {result['num_tokens'] / seconds:.0f} |"
     )
 
