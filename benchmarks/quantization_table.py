@@ -107,9 +107,8 @@ def line(name: str, result: dict, seconds: float) -> str:
         difference = f"{against['ce_loss_difference']:+.4f} ± {against['ce_loss_difference_stderr']:.4f}"
     layers = f"{quantizer['num_quantized']} of 210" if quantizer else "none"
     return (
-        f"| {name} | {layers} | {num_bytes / 2**20:.1f} | {result['perplexity']:.3f} | {ratio} | "
-        f"{difference} |"
-        f" {result['num_tokens'] / seconds:.0f} |"
+        f"| {name} | {layers} | {num_bytes / 2**20:.1f} | {result['perplexity']:.3f} | {ratio} | {difference}"
+        f" | {result['num_tokens'] / seconds:.0f} |"
     )
 
 

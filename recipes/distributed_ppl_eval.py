@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval import distributed
@@ -53,7 +52,7 @@ class DistributedPPLEvalRecipe:
         import torch
         from torchtune import training, utils
 
-        from ppl_eval import environment
+        from ppl_eval import aggregation, environment
         from ppl_eval.mesh import ParallelDims
 
         settings, world = self.settings, self.world
@@ -67,6 +66,9 @@ class DistributedPPLEvalRecipe:
         self.dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
         self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
         self.mesh = self.dims.build_mesh(self.device.type)
+        topology = settings.aggregation["topology"]
+        ranks_of_nodes = [node.ranks for node in world.nodes()]
+        self.add_over_ranks = aggregation.add_over_ranks(ranks_of_nodes, world.rank, self.device, topology)
         world.agree("inputs", self._read_inputs, lambda _: self._facts())
         training.set_seed(self.seed)
 
@@ -74,7 +76,7 @@ class DistributedPPLEvalRecipe:
         self.model = world.agree("model", self._load_model, lambda model: model.facts())
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
-        self.parallel = {**asdict(self.dims), "num_nodes": world.num_nodes}
+        self.parallel = {**asdict(self.dims), "num_nodes": len(world.nodes())}
         self._log_rank_zero(
             f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
         )
@@ -144,7 +146,7 @@ class DistributedPPLEvalRecipe:
         self.totals = self.tally.run.totals
         self.rounded_nll = None
         if rounded_nll is not None:
-            self.rounded_nll = float(distributed.all_reduce_sum(rounded_nll.value.reshape(1), self.device)[0])
+            self.rounded_nll = float(self.add_over_ranks(rounded_nll.value.reshape(1))[0])
         self.timing["reduce_seconds"] = time.monotonic() - begin
         self.tally.check_coverage(expected_tokens, plan.num_windows)
 
@@ -228,10 +230,6 @@ class DistributedPPLEvalRecipe:
     def _facts(self) -> dict[str, Any]:
         data = self.inputs.data.fingerprint
         return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": data}
-
-    def add_over_ranks(self, vector: np.ndarray) -> np.ndarray:
-        """Sum a vector over all ranks."""
-        return distributed.all_reduce_sum(vector, self.device)
 
     def _log_rank_zero(self, message: str) -> None:
         if self.world.rank == 0:

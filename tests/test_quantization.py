@@ -247,7 +247,8 @@ def test_adapter_on_quantised_weights_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["Int4WeightOnly", "Int8DynActInt4Weight"])
 def test_a_qat_trained_checkpoint_is_what_its_training_saw(kind):
-    section = {"_component_": f"{TORCHTUNE}{kind}Quantizer", "groupsize": 32}
+    """Fake-quantised outputs of the training model against those of its weights under the matching
+    quantiser."""
     from torchtune.training import quantization
 
     torch.manual_seed(0)

@@ -11,6 +11,10 @@ CASES = {
     # Two batches: with three processes one has nothing to do.
     "fewer_batches_than_processes": ["protocol.max_seq_len=64", "max_windows=3", "batch_size=2"],
     "tail": ["protocol.max_seq_len=100", "protocol.keep_tail=true", "batch_size=3"],
+    "by_node": [
+        *("dtype=fp32", "protocol.max_seq_len=64", "max_windows=37", "batch_size=2"),
+        "aggregation.topology=hierarchical",
+    ],
     "lines": ["dataset.unit=line", "protocol.max_seq_len=50", "batch_size=4"],
 }
 ORDERS = {"": [], "_reversed": ["reversed"]}
@@ -44,7 +48,9 @@ def test_same_bits_for_every_process_count_and_order(tiny, tmp_path, private_hom
             for name, overrides in CASES.items()
             for order, first in ORDERS.items()
         ]
-        finished = many(num_processes, argvs, tmp_path)
+        # Three processes are two nodes, of two ranks and of one.
+        env = {"NODE_OF_RANK": "0,0,1"} if num_processes == 3 else None
+        finished = many(num_processes, argvs, tmp_path, env)
         assert finished.code == 0, finished.output
         for name in CASES:
             for order in ORDERS:
@@ -54,4 +60,5 @@ def test_same_bits_for_every_process_count_and_order(tiny, tmp_path, private_hom
     for name in CASES:
         found = {key[1:]: value for key, value in results.items() if key[0] == name}
         assert len(set(found.values())) == 1, (name, found)
+    assert results["by_node", 3, ""] == results["fp32", 3, ""]
     assert results["fp32", 1, ""][0] != results["bf16", 1, ""][0]

@@ -25,7 +25,7 @@ def test_defaults_and_overrides(config):
     assert (found.batch_size, found.protocol.max_seq_len, found.seed) == (5, 512, 42)
     assert list(found.dataset.paths) == ["a.txt", "b=c.txt"]
     assert found.quantizer is None
-    assert found.aggregation == {"precision": "exact"}
+    assert found.aggregation == {"precision": "exact", "topology": "flat"}
 
 
 def test_naming_a_section_sets_its_component(config):

@@ -136,13 +136,8 @@ def test_the_fingerprint_sees_content_and_boundaries() -> None:
     def facts(*texts: str) -> dict[str, str]:
         return digest_of(TextSource("list", {}, lambda: iter(texts)))[0]
 
-    assert facts("ab", "c") == facts("ab", "", "c")
-    assert (
-        len(
-            {facts(*t)["text_sha256"] for t in (["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"], ["ab", "c "])}
-        )
-        == 5
-    )
+    corpora = (["ab", "", "c"], ["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"], ["ab", "c "])
+    assert len({facts(*texts)["text_sha256"] for texts in corpora}) == len(corpora)
 
 
 @given(

@@ -60,6 +60,14 @@ def test_joined_documents_are_one_call(encoder: TextEncoder, tmp_path: Path) -> 
     assert data.num_documents == len(DOCUMENTS)
 
 
+def test_empty_documents_are_joined_too(encoder: TextEncoder, tmp_path: Path) -> None:
+    # As the scripts do that the published tables come from; one cache, so that the two must not be taken for
+    # each other.
+    for texts in (["one", "", "two"], ["one", "two"], ["", "one", "two"]):
+        data = made(listed(texts), encoder, "\n\n", tmp_path)
+        assert data.tokens.tolist() == encoder.encode("\n\n".join(texts)).tolist()
+
+
 def test_joins_stay_inside_a_domain(encoder: TextEncoder, tmp_path: Path) -> None:
     def read_parts(notes: list[str]) -> Iterator[Part]:
         for i, text in enumerate(DOCUMENTS):

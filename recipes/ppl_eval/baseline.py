@@ -54,6 +54,18 @@ def read_result(path: str) -> dict[str, Any]:
     return result
 
 
+def comparable(result: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Whether two results answer the same question: what was scored, with which tokenizer, by which protocol.
+
+    Form, place and name of the data do not matter, nor do model, precision or machines.
+
+    Returns:
+        Names of the fields that differ, such as ``dataset.fingerprint.text_sha256``; none where the two
+        numbers may be compared.
+    """
+    return [line.split(": ", 1)[0] for line in differences(result, other, _QUESTION)]
+
+
 def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: tuple[str, ...]) -> list[str]:
     """One line for each of these fields that differs, nested ones leaf by leaf."""
     lines = []

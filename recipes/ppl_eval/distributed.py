@@ -1,8 +1,7 @@
-"""The process group and the collectives of a run, all of which come at its end."""
+"""The process group of a run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,21 +33,6 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
         yield
     finally:
         dist.destroy_process_group()
-
-
-def all_reduce_sum(
-    values: npt.NDArray[Any], device: torch.device, group: dist.ProcessGroup | None = None
-) -> npt.NDArray[Any]:
-    """Sum a vector over ranks, in its own dtype.
-
-    Args:
-        values: int64, float64 or float32 [N].
-        device: where the backend wants tensors.
-        group: None is all ranks.
-    """
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
-    return tensor.cpu().numpy()
 
 
 def all_gather_rows(

@@ -146,6 +146,10 @@ def load_model(
         )
 
     notes: list[str] = []
+    if dtype == torch.float64:
+        notes.append(
+            "dtype=fp64: torchtune's norms and rotary embeddings, and the log-softmax, stay in float32"
+        )
     report = None
     if whole:
         notes += load_into(decoder, state_dict, dtype=dtype, device=device)

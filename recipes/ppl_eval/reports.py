@@ -1,7 +1,30 @@
 """What the reports of all ranks say about a step: who is missing, what failed where, what differs."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Node(NamedTuple):
+    """A node of the run.
+
+    Attributes:
+        name: what the launcher calls it; unique.
+        host: its host name, for people.
+        ranks: its ranks, ascending.
+    """
+
+    name: str
+    host: str
+    ranks: list[int]
+
+
+def group_by_node(reports: list[dict[str, Any] | None]) -> list[Node]:
+    """The nodes that reports, none of which is missing, came from; ordered by their first rank."""
+    nodes: dict[str, Node] = {}
+    for rank, report in enumerate(reports):
+        assert report is not None
+        nodes.setdefault(report["node"], Node(report["node"], report["host"], [])).ranks.append(rank)
+    return list(nodes.values())
 
 
 def find_problem(reports: list[dict[str, Any] | None]) -> str | None:
@@ -18,13 +41,13 @@ def find_problem(reports: list[dict[str, Any] | None]) -> str | None:
     came = {rank: report for rank, report in enumerate(reports) if report is not None}
     if missing:
         there = _by_host({rank: report["host"] for rank, report in came.items()})
-        return f"rank {_ranges(missing)} did not come within timeout_seconds; there are {there}"
+        return f"rank {rank_ranges(missing)} did not come within timeout_seconds; there are {there}"
     errors = {rank: report["error"] for rank, report in came.items() if report["error"]}
     if errors:
         if len(set(errors.values())) == 1 and len(errors) == len(reports):
             return errors[0]
         return "\n".join(
-            f"rank {_ranges(ranks)} on {came[ranks[0]]['host']}: {message}"
+            f"rank {rank_ranges(ranks)} on {came[ranks[0]]['host']}: {message}"
             for message, ranks in _group(errors).items()
         )
     lines = []
@@ -48,10 +71,10 @@ def _group(values: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _by_host(hosts: Mapping[int, str]) -> str:
-    return ", ".join(f"{host} (rank {_ranges(ranks)})" for host, ranks in _group(hosts).items())
+    return ", ".join(f"{host} (rank {rank_ranges(ranks)})" for host, ranks in _group(hosts).items())
 
 
-def _ranges(ranks: list[int]) -> str:
+def rank_ranges(ranks: list[int]) -> str:
     """``[0, 1, 2, 5]`` as ``0-2, 5``."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -125,7 +125,7 @@ def write_records(recipe: DistributedPPLEvalRecipe) -> None:
 
 
 def _aggregation(recipe: DistributedPPLEvalRecipe) -> dict[str, Any]:
-    chosen = {"precision": recipe.precision}
+    chosen = {"precision": recipe.precision, "topology": recipe.settings.aggregation["topology"]}
     if recipe.rounded_nll is None:
         return chosen
     exact = recipe.totals.nll_sum

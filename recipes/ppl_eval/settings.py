@@ -74,6 +74,7 @@ KEYS: dict[str, Key] = {
 }
 AGGREGATION_KEYS: dict[str, Key] = {
     "precision": Key((str,), "exact", ("exact", "float64", "float32", "auto")),
+    "topology": Key((str,), "flat", ("flat", "hierarchical")),
 }
 _TYPE_NAMES = {
     str: "text",

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ppl_eval.reports import find_problem
+from ppl_eval.reports import Node, find_problem, group_by_node
 
 T = TypeVar("T")
 
@@ -27,6 +27,7 @@ EXIT_BAD_INPUT = 2
 
 FIRST_PHASE = "settings"
 ABORT = "abort"
+NODES = "nodes"
 POLL = timedelta(seconds=1)
 
 
@@ -62,10 +63,9 @@ class World:
     store: dist.Store
     timeout: timedelta
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the run, as the launcher counts them."""
-        return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    def nodes(self) -> list[Node]:
+        """The nodes of the run, by their first rank; known once the ranks agreed on ``FIRST_PHASE``."""
+        return [Node(*node) for node in json.loads(self.store.get(NODES))]
 
     @property
     def where(self) -> str:
@@ -97,7 +97,12 @@ class World:
             Stop: if a rank failed, is missing, or differs.
         """
         value = None
-        report: dict[str, Any] = {"host": self.host, "error": None, "facts": {}}
+        report: dict[str, Any] = {
+            "host": self.host,
+            "node": self.node,
+            "error": None,
+            "facts": {},
+        }
         try:
             value = work()
             report["facts"] = {key: json.dumps(fact, sort_keys=True) for key, fact in facts(value).items()}
@@ -105,9 +110,12 @@ class World:
             report["error"] = str(error)
         self.store.set(f"{phase}/report/{self.rank}", json.dumps(report))
         if self.rank == 0:
-            problem = find_problem(self._gather_reports(phase))
+            reports = self._gather_reports(phase)
+            problem = find_problem(reports)
             if problem:
                 print(f"\nerror: {problem}", file=sys.stderr, flush=True)
+            elif phase == FIRST_PHASE:
+                self.store.set(NODES, json.dumps(group_by_node(reports)))
             # Only now may the others go: the launcher ends rank 0 as soon as one of them does.
             self.store.set(f"{phase}/verdict", "stop" if problem else "go")
         self._wait([f"{phase}/verdict"], f"the verdict of rank 0 on {phase!r}")
