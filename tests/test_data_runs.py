@@ -57,9 +57,6 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
         "dataset": {"_component_": "test_samples.list_dataset", "samples": SAMPLES},
     }
     env = {"PPL_EVAL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parent)}
-    # torchrun gives ranks one thread each where there are several; kernels for a few rows may round
-    # differently on two threads.
-    env["OMP_NUM_THREADS"] = "1"
     jobs: dict[int, list[str]] = {1: list(forms), 2: ["jsonl", "domains", "sft"], 3: ["saved", "sft"]}
     for num_processes, names in jobs.items():
         argvs = []

@@ -48,8 +48,13 @@ _SOME_RUNS_ONLY = (
 )
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The result for a screen."""
+def table(result: Mapping[str, Any], *, with_memory: bool = False) -> str:
+    """The result for a screen.
+
+    Args:
+        result: as ``results.build`` made it.
+        with_memory: show the peak memory of the ranks too.
+    """
     timing, parallel, coverage = result["timing"], result["parallel"], result["coverage"]
     stderr = result["perplexity_stderr"]
     rows = [
@@ -76,6 +81,9 @@ def table(result: Mapping[str, Any]) -> str:
         ("processes", f"{parallel['world_size']} on {parallel['num_nodes']} node(s)"),
         ("speed", f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['score_seconds']:.1f} s of scoring"),
     ]
+    if with_memory:
+        peak = timing["per_rank"]["peak_memory_bytes"]
+        rows.append(("peak memory", f"{peak['max'] / 2**20:,.0f} MiB on the rank with most"))
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]

@@ -128,7 +128,7 @@ def write_result(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.floa
         other = Path(settings.baseline).expanduser().parent
         result["against_baseline"] = paired.against_baseline(result, recipe.baseline, path.parent, other)
     report.write_json(path, result)
-    print(report.table(result), flush=True)
+    print(report.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
     utils.get_logger(settings.log_level).info(f"written to {path}")
     if settings.metric_logger is not None:
         metric_logger = instantiate("metric_logger", settings.metric_logger)
