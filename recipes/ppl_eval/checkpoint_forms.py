@@ -118,13 +118,6 @@ def converter_of(form: str, model_type: str, hf_config: dict[str, Any] | None) -
         raise ValueError(
             "the HF form needs config.json beside the weights (head counts decide how they are laid out)"
         )
-    if hf_config.get("quantization_config"):
-        method = hf_config["quantization_config"].get("quant_method", "an unnamed method")
-        raise ValueError(
-            f"the checkpoint was quantised for transformers ({method}), a form that torchtune cannot read: "
-            f"take the "
-            "full-precision weights and set `quantizer`"
-        )
     try:
         num_heads = hf_config["num_attention_heads"]
         # Configs from before grouped queries lack it.
