@@ -68,7 +68,7 @@ class DistributedPPLEvalRecipe:
         self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
         self.mesh = self.dims.build_mesh(self.device.type)
         topology = settings.aggregation["topology"]
-        ranks_of_nodes = [node.ranks for node in world.nodes()]
+        ranks_of_nodes = [node.ranks for node in world.nodes]
         self.add_over_ranks = aggregation.add_over_ranks(ranks_of_nodes, world.rank, self.device, topology)
         world.agree("inputs", self._read_inputs, lambda _: self._facts())
         training.set_seed(self.seed)
@@ -77,7 +77,7 @@ class DistributedPPLEvalRecipe:
         self.model = world.agree("model", self._load_model, lambda model: model.facts())
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
-        self.parallel = {**asdict(self.dims), "num_nodes": len(world.nodes())}
+        self.parallel = {**asdict(self.dims), "num_nodes": len(world.nodes)}
         self._log_rank_zero(
             f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
         )

@@ -1,18 +1,23 @@
 """Ranks that differ, fail or are missing: found, named once, and nobody waits."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.runs import TORCHRUN, run
 from helpers.tiny import write_config
 from ppl_eval.reports import find_problem
 
-HELPER = str(Path(__file__).parent / "helpers" / "one_odd_rank.py")
+HELPERS = Path(__file__).parent / "helpers"
+ODD_RANK, ODD_RANKS = str(HELPERS / "one_odd_rank.py"), str(HELPERS / "odd_ranks.py")
+KINDS = ("torch_version", "config", "seed", "backend", "checkpoint", "data")
 
 
 def report(host="a", error=None, **facts):
@@ -53,67 +58,102 @@ def config(tiny, tmp_path, private_home):
 
 @pytest.mark.parametrize(
     ("odd", "words"),
-    [
-        ("fails", "error: injected on rank 1"),
-        ("crashes", "RuntimeError: injected on rank 1"),
-        ("other_seed", "config key seed differs between ranks: 42 on"),
-        ("other_checkpoint", "checkpoint differs between ranks"),
-    ],
+    [("fails", "error: injected on rank 1"), ("crashes", "RuntimeError: injected on rank 1")],
 )
 def test_one_odd_rank_ends_the_job(config, tmp_path, odd, words):
     finished = run(
-        TORCHRUN, "--standalone", "--nproc_per_node", "3", HELPER, odd, "--config", str(config), timeout=120
+        TORCHRUN, "--standalone", "--nproc_per_node", "3", ODD_RANK, odd, "--config", str(config), timeout=120
     )
     assert finished.code != 0
     assert finished.output.count(words) == 1, finished.output
     assert not (tmp_path / "out" / "result.json").exists()
 
 
-def test_all_are_gone_soon_after_one_fails(config, tmp_path):
-    """Without a launcher that would end them: plain processes with the variables of torchrun, one of which
-    fails while others wait."""
-    began = tmp_path / "failed_at"
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-        "WORLD_SIZE": "3",
-        "FAILED_AT": str(began),
-    }
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        env["MASTER_PORT"] = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, HELPER, "fails", "--config", str(config)],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert time.time() - began.stat().st_mtime < 15
-    assert all(rank.returncode != 0 for rank in ranks)
-    assert sum(output.count("injected on rank 1") for output in outputs) == 1, outputs
-
-
-def test_a_missing_rank_is_named_after_the_timeout(config, tmp_path):
-    env = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29611", "WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0",
-    }  # fmt: skip
+def test_a_mismatch_of_each_kind_is_found_before_work(tiny, tmp_path, private_home):
+    other = tmp_path / "other.txt"
+    other.write_text(tiny.text.read_text(encoding="utf-8") + "more", encoding="utf-8")
+    text = Path("${oc.env:TEXT}")
+    config = write_config(tmp_path / "config.yaml", tiny.folder, text)
+    env = {"TEXT": str(tiny.text), "OTHER_TEXT": str(other)}
     finished = run(
-        sys.executable,
-        "-m",
-        "distributed_ppl_eval",
-        "--config",
-        str(config),
-        "timeout_seconds=3",
-        env=env,
-        timeout=90,
+        TORCHRUN, "--standalone", "--nproc_per_node", "2", ODD_RANKS, "--config", str(config), env=env
     )
-    assert finished.code == 2
-    assert "rank 1-2 did not come within timeout_seconds" in finished.output
+    assert finished.code == 0, finished.output
+    here = socket.gethostname()
+    for fact, values in {
+        "torch version": (f'"{torch.__version__}"', '"1.0.0"'),
+        "config key batch_size": ("2", "3"),
+        "config key seed": ("42", "43"),
+        "backend": ('"gloo"', '"nccl"'),
+    }.items():
+        told = f"{fact} differs between ranks: {values[0]} on {here} (rank 0); {values[1]} on {here} (rank 1)"
+        assert finished.output.count(told) == 1, finished.output
+    for fact in ("checkpoint", "data"):
+        assert len(
+            re.findall(f"{fact} differs between ranks: {{.*}} on {here} .rank 0.; {{.*}} on", finished.output)
+        )
+    ends = re.findall(r"(\w+): rank (\d) stopped with 2 after (\S+) s", finished.output)
+    assert sorted((kind, rank) for kind, rank, _ in ends) == sorted((kind, r) for kind in KINDS for r in "01")
+    # The promise; a run that waits for the other rank takes timeout_seconds, which is 180.
+    assert max(float(seconds) for *_, seconds in ends) < 20
+
+
+class PlainRanks:
+    """Processes with the variables of torchrun, and no launcher that would end them together."""
+
+    def __init__(self, world_sizes, *command, **env):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, world_size in enumerate(world_sizes)
+        ]
+        self.outputs = [rank.communicate(timeout=120)[0] for rank in self.ranks]
+
+
+def test_all_are_gone_soon_after_one_fails(config, tmp_path):
+    began = tmp_path / "failed_at"
+    job = PlainRanks([3, 3, 3], ODD_RANK, "fails", "--config", str(config), FAILED_AT=str(began))
+    assert time.time() - began.stat().st_mtime < 15
+    assert all(rank.returncode != 0 for rank in job.ranks)
+    assert sum(output.count("injected on rank 1") for output in job.outputs) == 1, job.outputs
+
+
+def test_all_end_well_though_rank_0_keeps_the_store(config):
+    job = PlainRanks([2, 2], "-m", "distributed_ppl_eval", "--config", str(config))
+    assert [rank.returncode for rank in job.ranks] == [0, 0], job.outputs
+
+
+def test_another_world_size_is_named_though_ranks_wait_for_different_numbers(config):
+    """Rank 0 would wait for a rank 2 that never comes."""
+    job = PlainRanks([3, 2], "-m", "distributed_ppl_eval", "--config", str(config))
+    assert all(rank.returncode != 0 for rank in job.ranks)
+    (told,) = re.findall(r"world size differs between ranks: (.*)", "\n".join(job.outputs))
+    assert "3 on rank 0" in told
+    assert "2 on rank 1" in told
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        ("1", "rank 1 did not come within timeout_seconds; there are {host} (rank 0, 2)"),
+        ("0", "rank 0 did not come within timeout_seconds; rank"),
+    ],
+)
+def test_a_missing_rank_is_named_after_the_timeout(config, absent, words):
+    argv = ["absent", "--config", str(config), "timeout_seconds=3"]
+    finished = run(
+        *(TORCHRUN, "--standalone", "--nproc_per_node", "3", ODD_RANK, *argv),
+        env={"ODD": absent},
+        timeout=120,
+    )
+    assert finished.code != 0
+    assert finished.output.count(words.format(host=socket.gethostname())) == 1, finished.output

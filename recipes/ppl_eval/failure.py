@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ppl_eval.heartbeat import BEAT_SECONDS, SUSPICION_SECONDS, Heartbeats
 from ppl_eval.reports import rank_ranges
-from ppl_eval.world import ABORT, EXIT_BAD_INPUT, EXIT_FAILED, NODES, POLL, Stop, World
+from ppl_eval.world import ABORT, EXIT_BAD_INPUT, EXIT_FAILED, POLL, Stop, World
 
 _POLL_SECONDS = POLL.total_seconds()
 _GRACE_SECONDS = 5.0
@@ -73,7 +73,7 @@ def _telling(world: World, watch: "_Watch | None") -> Iterator[None]:
         for_person = isinstance(error, ValueError | OSError | KeyboardInterrupt)
         if first and for_person:
             print(f"\nerror: {str(error) or 'interrupted'}", file=sys.stderr, flush=True)
-        if watch is not None and watch.num_nodes > 1:
+        if watch is not None and len(world.nodes) > 1:
             # The store may live in this rank's launcher: other hosts must read the reason before it ends.
             time.sleep(2 * _POLL_SECONDS)
         if for_person or not first:
@@ -94,7 +94,6 @@ class _Watch:
     """
 
     def __init__(self, world: World) -> None:
-        self.num_nodes = 1
         self._world = world
         self._store = world.store.clone()  # type: ignore[attr-defined]
         self._heartbeats: Heartbeats | None = None
@@ -118,7 +117,7 @@ class _Watch:
 
     def find_lost_host(self) -> None:
         """A connection broke: give the heartbeats time to show whose. If they do, this does not return."""
-        if self.num_nodes > 1:
+        if len(self._world.nodes) > 1:
             self._suspicious.set()
             time.sleep(SUSPICION_SECONDS + BEAT_SECONDS + _POLL_SECONDS)
 
@@ -155,17 +154,13 @@ class _Watch:
         world, store = self._world, self._store
         if store.check([ABORT]):
             return json.loads(store.get(ABORT))
-        if self._heartbeats is None:
-            if not store.check([NODES]):
-                return None
-            nodes = world.nodes(store)
-            self.num_nodes = len(nodes)
-            self._heartbeats = Heartbeats(store, nodes, world.node, world.local_rank == 0)
         # One rank of each node is enough, until a connection breaks that is not its own.
         listens = world.local_rank == 0 or self._suspicious.is_set()
-        if self.num_nodes == 1 or not listens or time.monotonic() - self._beaten < BEAT_SECONDS:
+        if len(world.nodes) < 2 or not listens or time.monotonic() - self._beaten < BEAT_SECONDS:
             return None
         self._beaten = time.monotonic()
+        if self._heartbeats is None:
+            self._heartbeats = Heartbeats(store, world.nodes, world.node, world.local_rank == 0)
         self._heartbeats.beat()
         lost = self._heartbeats.silent(self._patience)
         if lost is None:
@@ -195,9 +190,9 @@ class _Watch:
 
     def _store_host(self) -> str:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        if self._heartbeats is None:
+        if not self._world.nodes:
             return f"the rendezvous store at {address}"
-        first = self._heartbeats.nodes[0]
+        first = self._world.nodes[0]
         ranks = rank_ranges(first.ranks)
         return f"host {first.host} (rank {ranks}), which keeps the rendezvous store at {address},"
 
@@ -210,7 +205,7 @@ class _Watch:
             grace = 0.0 if message else grace
         if not self._over.wait(grace):
             in_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and self._launcher != 1
-            if launcher_too and in_torchrun and self._world.local_rank == 0 and self.num_nodes > 1:
+            if launcher_too and in_torchrun and self._world.local_rank == 0 and len(self._world.nodes) > 1:
                 # torchrun waits in its own call to that store until TCP gives up, a quarter of an hour, and
                 # hears no signal meanwhile.
                 os.kill(self._launcher, signal.SIGKILL)

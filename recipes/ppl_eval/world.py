@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ EXIT_BAD_INPUT = 2
 
 FIRST_PHASE = "settings"
 ABORT = "abort"
-NODES = "nodes"
+_NODES = "nodes"
 POLL = timedelta(seconds=1)
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -54,6 +54,7 @@ class World:
         host: its name.
         store: key-value store that all of them share.
         timeout: how long a process waits for another.
+        nodes: the nodes of the run, by their first rank; empty until the ranks agreed on ``FIRST_PHASE``.
     """
 
     rank: int
@@ -64,15 +65,7 @@ class World:
     host: str
     store: dist.Store
     timeout: timedelta
-
-    def nodes(self, store: dist.Store | None = None) -> list[Node]:
-        """The nodes of the run, by their first rank; known once the ranks agreed on ``FIRST_PHASE``.
-
-        Args:
-            store: the caller's own connection to the store, where it is a thread that must not wait for
-                another's.
-        """
-        return [Node(*node) for node in json.loads((store or self.store).get(NODES))]
+    nodes: list[Node] = field(default_factory=list)
 
     @property
     def where(self) -> str:
@@ -122,7 +115,7 @@ class World:
             if problem:
                 print(f"\nerror: {problem}", file=sys.stderr, flush=True)
             elif phase == FIRST_PHASE:
-                self.store.set(NODES, json.dumps(group_by_node(reports)))
+                self.store.set(_NODES, json.dumps(group_by_node(reports)))
             # Only now may the others go: the launcher ends rank 0 as soon as one of them does.
             self.store.set(f"{phase}/verdict", "stop" if problem else "go")
         verdict = f"{phase}/verdict"
@@ -132,6 +125,8 @@ class World:
                 raise ValueError(f"rank 0 did not come within timeout_seconds; {self.where} waited for it")
         if self.store.get(f"{phase}/verdict") != b"go":
             raise Stop(EXIT_BAD_INPUT)
+        if phase == FIRST_PHASE:
+            self.nodes[:] = [Node(*node) for node in json.loads(self.store.get(_NODES))]
         return value  # type: ignore[return-value]
 
     def once_per_node(self, name: str, work: Callable[[], str]) -> str:

@@ -1,7 +1,8 @@
-"""Run the recipe, with rank 1 odd in the way that the first argument says."""
+"""Run the recipe, with rank ODD (default 1) odd in the way that the first argument says."""
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import distributed_ppl_eval
@@ -9,7 +10,7 @@ from distributed_ppl_eval import DistributedPPLEvalRecipe
 
 odd, sys.argv = sys.argv[1], [sys.argv[0], *sys.argv[2:]]
 
-if os.environ["RANK"] == "1":
+if os.environ["RANK"] == os.environ.get("ODD", "1"):
     if odd in ("fails", "crashes"):
 
         def fail(self):
@@ -18,15 +19,7 @@ if os.environ["RANK"] == "1":
             raise (ValueError if odd == "fails" else RuntimeError)("injected on rank 1")
 
         DistributedPPLEvalRecipe.evaluate = fail
-    elif odd == "other_seed":
-        sys.argv.append("seed=43")
-    elif odd == "other_checkpoint":
-        load = DistributedPPLEvalRecipe.load_checkpoint
-
-        def load_other(self):
-            load(self)
-            self.checkpoint.identity["model.safetensors"]["bytes"] += 1
-
-        DistributedPPLEvalRecipe.load_checkpoint = load_other
+    elif odd == "absent":
+        threading.Event().wait()
 
 distributed_ppl_eval.main()

@@ -82,7 +82,23 @@ class TwoHosts:
 
     def finish(self, timeout: float) -> list[str]:
         """Wait for both agents; what each host printed."""
-        return [agent.communicate(timeout=timeout)[0] for agent in self.agents]
+        give_up = time.monotonic() + timeout
+        late = []
+        for host, agent in enumerate(self.agents):
+            try:
+                agent.wait(max(0.0, give_up - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late.append(f"{NAMES[host]} still had processes {self.pids(host)}")
+        for host in range(2 if late else 0):
+            self.kill(host)
+        outputs = [agent.communicate()[0] for agent in self.agents]
+        assert not late, "\n".join([*late, *outputs])
+        return outputs
+
+    def kill(self, host: int) -> None:
+        """End everything on a host at once, as a power cut does."""
+        for pid in self.pids(host):
+            os.kill(pid, signal.SIGKILL)
 
 
 def address(host: int) -> str:
@@ -117,8 +133,7 @@ def two_hosts() -> Iterator[TwoHosts]:
         yield hosts
     finally:
         for host in (0, 1):
-            for pid in hosts.pids(host):
-                os.kill(pid, signal.SIGKILL)
+            hosts.kill(host)
         for agent in hosts.agents:
             agent.kill()
             agent.wait()
