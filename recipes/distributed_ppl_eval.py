@@ -74,7 +74,7 @@ class DistributedPPLEvalRecipe:
         training.set_seed(self.seed)
 
         begin = time.monotonic()
-        self.model = world.agree("model", self._load_model)
+        self.model = world.agree("model", self._load_model, lambda model: model.facts())
         self.notes += self.model.notes
         self.timing["load_seconds"] = time.monotonic() - begin
         self.parallel = {**asdict(self.dims), "num_nodes": len(world.nodes)}
@@ -202,7 +202,10 @@ class DistributedPPLEvalRecipe:
 
     def _load_model(self) -> Any:
         from ppl_eval import models
+        from ppl_eval.calibration_text import calibration_batches
 
+        batches, notes = calibration_batches(self.settings, self.inputs, self.world)
+        self.notes += notes
         return models.load_model(
             self.decoder,
             self.checkpoint,
@@ -211,6 +214,8 @@ class DistributedPPLEvalRecipe:
             self.dtype,
             self.dims,
             self.mesh,
+            batches,
+            distributed.divided_searches(self.world, self.device),
         )
 
     def _facts(self) -> dict[str, Any]:

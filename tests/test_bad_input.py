@@ -140,3 +140,11 @@ def test_seed_rules(refuse, copy):
     assert "seed=7" in refuse(
         "seed_check=error", "checkpointer.recipe_checkpoint=recipe_state.pt", folder=copy
     )
+
+
+def test_newer_architecture_is_refused_before_its_weights_are_read(refuse, copy):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": "llama4"}))
+    said = refuse(folder=copy)
+    assert "model_type 'llama4', which torchtune 0.6.1 cannot build" in said
+    assert "llama" in said.split("cannot build")[1]

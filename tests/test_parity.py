@@ -102,3 +102,19 @@ def test_smollm2_in_float32(smollm2, tmp_path):
     assert result["num_tokens"] == num_tokens == 3 * 511
     assert result["perplexity"] == pytest.approx(math.exp(nll_sum / num_tokens), rel=1e-6)
     assert 5 < result["perplexity"] < 40
+
+
+def test_a_long_text_is_measured_in_parts_as_in_one(tiny, monkeypatch):
+    """Parts end between characters, wherever the tokens of one are cut."""
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    from helpers.tiny import TEXT
+    from ppl_eval import denominators
+
+    tokenizer = Tokenizer.from_file(str(tiny.folder / "tokenizer.json"))
+    tokens = np.array(tokenizer.encode(TEXT).ids)
+    for together in (1, 2, 3, 7, 100_000):
+        monkeypatch.setattr(denominators, "_DECODED_TOGETHER", together)
+        size = denominators._measure(tokenizer, tokens, "white_space")
+        assert (size.num_bytes, size.num_words) == (len(TEXT.encode()), len(TEXT.split()))

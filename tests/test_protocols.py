@@ -372,5 +372,9 @@ def test_one_bos_is_fine_and_none_is_said() -> None:
     assert check_bos_tokens(protocols.disjoint(4), token_data([BOS], [BOS, 9]), model_with_bos) == []
     notes = check_bos_tokens(protocols.disjoint(4, bos="never"), token_data([8, 9]), model_with_bos)
     assert len(notes) == 1
-    assert "protocol.bos=never scores without it" in notes[0]
+    assert "nothing here begins with it" in notes[0]
+    assert "protocol.bos=tokenizer or each_window gives it BOS (now never)" in notes[0]
+    # Tokens that were given without BOS, not made from text.
+    notes = check_bos_tokens(protocols.disjoint(4), token_data([8, 9]), model_with_bos)
+    assert "protocol.bos=each_window gives it BOS" in notes[0]
     assert check_bos_tokens(protocols.disjoint(4, bos="never"), token_data([8, 9]), encoder()) == []

@@ -49,7 +49,8 @@ def config(tiny, tmp_path, private_home):
 
 @pytest.fixture
 def one_process(config):
-    finished = run(TUNE, "run", "distributed_ppl_eval", "--config", str(config))
+    launch = [TUNE, "run", "distributed_ppl_eval", "--config", str(config)]
+    finished = run(*launch, "log_peak_memory_stats=true")
     assert finished.code == 0, finished.output
     return finished, result_of(config.parent / "out")
 
@@ -60,6 +61,7 @@ def test_one_process(one_process):
     assert float.fromhex(result["nll_sum_hex"]) == result["nll_sum"]
     assert result["num_tokens"] == result["coverage"]["expected_tokens"] == 7 * 63
     assert result["quantizer"] is None
+    assert "peak memory" in finished.output
     assert f"{result['perplexity']:.6g}" in finished.output
 
 

@@ -1,5 +1,4 @@
-"""Validation sets of torchtune: what is scored is what a training run's validation loss scores, to "
-"float64."""
+"""Validation sets of torchtune: the same sum as a float64 validation loss over the same samples."""
 
 import itertools
 import json
@@ -17,10 +16,10 @@ from data_helpers import hf_encoder, llama3_tokenizer
 from ppl_eval.batches import WindowBatches, expected_lanes, masked_targets
 from ppl_eval.data import domains, sft
 from ppl_eval.plan import make_plan
+from ppl_eval.protocols import per_sample
 from ppl_eval.scoring import ScoringModel, window_scores
 from ppl_eval.tokenizer import TextEncoder, wrap_tokenizer
 from ppl_eval.tokens import IGNORE_INDEX, TokenData, open_tokens, prepare_tokens
-from ppl_eval.windows import Protocol
 
 ALPACA = [
     {"instruction": "Add.", "input": "1 and 2", "output": "The sum is 3."},
@@ -85,25 +84,6 @@ def model(encoder: TextEncoder) -> Any:
     )
 
 
-def per_sample() -> Protocol:
-    def locate(length: np.ndarray, index: np.ndarray) -> Any:
-        return index * 0, index * 0 + 1, length, np.zeros(len(index), dtype=bool)
-
-    def num_windows(length: np.ndarray) -> np.ndarray:
-        return (length > 1).astype(np.int64)
-
-    return Protocol(
-        "per_sample",
-        512,
-        {},
-        None,
-        "tokenizer",
-        num_windows,
-        locate,
-        lambda length: np.maximum(length - 1, 0),
-    )
-
-
 def made(
     source: Any, encoder: TextEncoder, cache: Path, join: str | None = None, bos: str = "tokenizer"
 ) -> TokenData:
@@ -117,7 +97,7 @@ def documents(data: TokenData) -> list[tuple[list[int], list[int]]]:
 
 def ours(data: TokenData, model: Any, batch_size: int) -> tuple[float, int]:
     """NLL and scored tokens by this project's way: plan, batches, scoring."""
-    plan = make_plan(per_sample(), data.offsets_D1, batch_size)
+    plan = make_plan(per_sample(512), data.offsets_D1, batch_size)
     batches = WindowBatches(plan, data)
     scorer = ScoringModel(model, 1 << 24)
     nll, num_tokens = 0.0, 0

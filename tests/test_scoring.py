@@ -8,7 +8,7 @@ import torch
 from torchtune.models.llama3_2 import llama3_2
 
 from helpers.tiny import SHAPE
-from ppl_eval.scoring import ScoringModel, rows_per_chunk, window_scores
+from ppl_eval.scoring import ScoringModel, rows_per_chunk, token_nll, window_scores
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,12 @@ def test_logits_never_exceed_their_budget(decoder, monkeypatch):
     tokens_BT, labels_BT = batch([[1] * 8])
     scorer(tokens_BT, labels_BT)
     assert rows == [3, 3, 2]
+
+
+def test_of_equal_logits_the_first_is_the_most_likely_token():
+    logits_NV = torch.tensor([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0], [2.0, 1.0, 0.0]])
+    _, correct_N = token_nll(logits_NV, torch.tensor([1, 2, 0]))
+    assert correct_N.tolist() == [True, False, True]
 
 
 def test_rows_per_chunk_counts_every_copy():

@@ -1,5 +1,7 @@
 """The config: overrides, names, and errors that name the key and the nearest real one."""
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -104,6 +106,19 @@ def test_broken_yaml(tmp_path):
 def test_the_option_surface_is_frozen():
     """A new or renamed key is a decision, to be written down in docs/config.md and here."""
     assert sorted(settings.KEYS) == OPTIONS.split()
+    page = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
+    keys = {*settings.KEYS, *(f"aggregation.{name}" for name in settings.AGGREGATION_KEYS)} - {"aggregation"}
+    assert [key for key in sorted(keys) if f"`{key}`" not in page] == []
+
+
+def test_every_key_is_read_by_something():
+    sources = "".join(
+        path.read_text()
+        for path in Path(settings.__file__).parents[1].rglob("*.py")
+        if path.name != "settings.py"
+    )
+    keys = set(settings.KEYS) - {"data_parallel_replicate_dim"}
+    assert [key for key in sorted(keys) if f".{key}" not in sources and f'"{key}"' not in sources] == []
 
 
 OPTIONS = """

@@ -54,6 +54,18 @@ def read_result(path: str) -> dict[str, Any]:
     return result
 
 
+def comparable(result: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Whether two results answer the same question: what was scored, with which tokenizer, by which protocol.
+
+    Form, place and name of the data do not matter, nor do model, precision or machines.
+
+    Returns:
+        Names of the fields that differ, such as ``dataset.fingerprint.text_sha256``; none where the two
+        numbers may be compared.
+    """
+    return [line.split(": ", 1)[0] for line in differences(result, other, _QUESTION)]
+
+
 def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: tuple[str, ...]) -> list[str]:
     """One line for each of these fields that differs, nested ones leaf by leaf."""
     lines = []
@@ -65,6 +77,16 @@ def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: 
             if ours.get(name, "absent") != theirs.get(name, "absent")
         ]
     return lines
+
+
+def is_comparable(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
+    """Whether both are answers to the same question."""
+    return not differences(result, baseline, _QUESTION)
+
+
+def is_quantized(result: Mapping[str, Any]) -> bool:
+    """Whether the result is of quantised weights, be it on load or before."""
+    return result.get("quantizer") is not None or bool(_get(result, "model.quantized_checkpoint"))
 
 
 def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: float) -> tuple[int, str]:
@@ -94,6 +116,11 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
     )
     if same or (tolerance > 0 and drift <= tolerance):
         return 0, f"agrees with the baseline{': the same bits' if same else f': {numbers}'}"
+    if tolerance == 0 and is_quantized(result) and not is_quantized(baseline):
+        return 0, (
+            "quantised weights against a full-precision baseline: compared, not gated (baseline_tolerance"
+            f" sets a gate). {numbers}"
+        )
     reasons = differences(result, baseline, _REASONS) or [
         "none of the recorded fields differ: same checkpoint, dtype, batch size, topology and versions."
         " Suspect hardware, or a kernel that is not deterministic"

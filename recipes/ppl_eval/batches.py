@@ -117,8 +117,8 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
 
 
 def masked_targets(plan: Plan, data: TokenData) -> int:
-    """Targets of the plan's windows whose label is -100: ``plan.expected_targets()`` counts them, nothing "
-    "scores them."""
+    """Targets of the plan's windows whose label is -100: the plan counts them as expected, and nothing scores
+    them."""
     if data.labels is None:
         return 0
     num_masked = 0

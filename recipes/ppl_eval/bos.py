@@ -70,9 +70,11 @@ def check_bos_tokens(protocol: Protocol, data: TokenData, encoder: TextEncoder) 
                 "use protocol.bos=never, or take BOS out of the data"
             )
     if encoder.adds_bos and not any_bos:
+        # Given tokens and samples are scored as they are, whatever the policy says about text.
+        mend = "each_window" if protocol.bos in ("tokenizer", "always") else "tokenizer or each_window"
         return [
-            f"this model's tokenizer puts BOS first, but protocol.bos={protocol.bos} scores without it: "
-            "expect a higher perplexity; protocol.bos=tokenizer or each_window gives it BOS"
+            "this model's tokenizer puts BOS first, but nothing here begins with it: expect a higher "
+            f"perplexity; protocol.bos={mend} gives it BOS (now {protocol.bos})"
         ]
     return []
 

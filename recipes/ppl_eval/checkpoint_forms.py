@@ -16,8 +16,9 @@ from torchtune.models.phi3._convert_weights import phi3_hf_to_tune
 from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
 from ppl_eval.checkpoint_files import StoredTensor, read_safetensors
+from ppl_eval.quantized_tensors import is_quantized
 from ppl_eval.torch_files import index_torch_file
-from ppl_eval.weights import LazyStateDict, is_quantized
+from ppl_eval.weights import LazyStateDict
 
 # torchtune's checkpointer class -> form of the files
 FORMS = {
@@ -116,13 +117,6 @@ def converter_of(form: str, model_type: str, hf_config: dict[str, Any] | None) -
     if hf_config is None:
         raise ValueError(
             "the HF form needs config.json beside the weights (head counts decide how they are laid out)"
-        )
-    if hf_config.get("quantization_config"):
-        method = hf_config["quantization_config"].get("quant_method", "an unnamed method")
-        raise ValueError(
-            f"the checkpoint was quantised for transformers ({method}), a form that torchtune cannot read: "
-            f"take the "
-            "full-precision weights and set `quantizer`"
         )
     try:
         num_heads = hf_config["num_attention_heads"]

@@ -16,10 +16,12 @@ import torch
 from ppl_eval.checkpoint_files import sampled_sha256
 from ppl_eval.checkpoint_folders import ADAPTER_FILES, weight_paths, weights_folder
 from ppl_eval.checkpoint_forms import FORMS, convert, index_files
+from ppl_eval.families import check_architecture
 from ppl_eval.gguf_reader import read_gguf
 from ppl_eval.lora import find_adapter, merge_adapter, refuse_same_epoch
+from ppl_eval.quantized_tensors import is_quantized
 from ppl_eval.torch_files import read_torch_file
-from ppl_eval.weights import LazyStateDict, is_quantized
+from ppl_eval.weights import LazyStateDict
 
 # torchtune's keys (the last five steer writing and resuming, which an evaluation does not do), then ours.
 KNOWN_KEYS = (
@@ -81,6 +83,9 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
     model_type = str(cfg.get("model_type", ""))
     unsafe = bool(cfg.get("allow_unsafe_pickle", False))
     hf_config = _read_hf_config(folder)
+    if hf_config and "model_type" in hf_config:
+        # Before a converter meets keys that it does not know, and says so in its own words.
+        check_architecture(hf_config)
     if paths[0].suffix == ".gguf":
         if len(paths) > 1:
             raise ValueError(

@@ -35,6 +35,17 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("fetch", help="get the demo model")
     fetch.add_argument("name", help="smollm2-135m")
     fetch.set_defaults(command=_fetch)
+
+    quantize = commands.add_parser(
+        "quantize", help="quantise a config's checkpoint, on any device, and write it"
+    )
+    quantize.add_argument(
+        "--config", required=True, help="a path or a shipped name; it must have a quantizer"
+    )
+    quantize.add_argument(
+        "overrides", nargs="*", help="key=value, as in a run; output_dir gets the new checkpoint"
+    )
+    quantize.set_defaults(command=_quantize)
     return parser
 
 
@@ -63,3 +74,25 @@ def _fetch(arguments: argparse.Namespace) -> None:
     from ppl_eval.fetch import fetch
 
     print(f"{arguments.name} is in {fetch(arguments.name)}")
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    from ppl_eval.quantized_checkpoints import quantize_checkpoint
+    from ppl_eval.settings import read_settings
+
+    path, done, notes = quantize_checkpoint(
+        read_settings(["--config", arguments.config, *arguments.overrides])
+    )
+    for layer, scheme in done.quantized:
+        print(f"{layer}: {scheme}")
+    for layer, reason in done.skipped:
+        print(f"{layer}: left as it was, {reason}")
+    for note in notes:
+        print(f"note: {note}")
+    print(
+        f"written to {path} (report: {path.with_suffix('.json').name}); score it with: tune run "
+        f"distributed_ppl_eval"
+        f" --config {arguments.config} ~quantizer"
+        " checkpointer._component_=torchtune.training.FullModelTorchTuneCheckpointer"
+        f" checkpointer.checkpoint_dir={path.parent} 'checkpointer.checkpoint_files=[{path.name}]'"
+    )

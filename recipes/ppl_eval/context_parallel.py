@@ -99,6 +99,7 @@ class Part:
         return whole
 
 
+@torch.compiler.disable  # Nothing to fuse here, and a gather into a new buffer is not traced.
 def attend_part(
     q_BHTD: torch.Tensor,
     k_BHTD: torch.Tensor,

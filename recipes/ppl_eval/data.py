@@ -1,12 +1,22 @@
 """The data factories that a config's ``dataset`` section names: ``ppl_eval.data.<factory>``.
 
-``python_docs``, ``text_files`` and ``hub_text`` are text, ``token_files`` are ids, ``sft`` is any dataset
-that torchtune trains on; ``domains`` groups sources.
+``python_docs``, ``text_files``, ``hub_text`` and ``lm_eval_task`` are text, ``token_files`` are ids, ``sft``
+is any dataset that torchtune trains on; ``domains`` groups sources.
 """
 
+from ppl_eval.lm_eval_data import lm_eval_task
 from ppl_eval.samples import sft
 from ppl_eval.sources import TextSource, domains
 from ppl_eval.text_sources import hub_text, python_docs, text_files
 from ppl_eval.token_files import token_files
 
-__all__ = ["TextSource", "domains", "hub_text", "python_docs", "sft", "text_files", "token_files"]
+__all__ = [
+    "TextSource",
+    "domains",
+    "hub_text",
+    "lm_eval_task",
+    "python_docs",
+    "sft",
+    "text_files",
+    "token_files",
+]

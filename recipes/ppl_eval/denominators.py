@@ -1,13 +1,18 @@
 """Bytes and words of the text that a plan covers: what per-byte and per-word figures divide by."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ppl_eval.plan import Plan
 from ppl_eval.tokenizer import TextEncoder
-from ppl_eval.tokens import TokenData, count_words
+from ppl_eval.tokens import TokenData
 from ppl_eval.windows import IntArray
+from ppl_eval.words import TextCounter, TextSize
+
+_DECODED_TOGETHER = 1 << 16
+_TOKENS_OF_A_CHARACTER = 8
 
 
 class CoveredText(NamedTuple):
@@ -43,15 +48,30 @@ def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> CoveredTe
     length_K = length_D[document_K]
     stop_K = plan.protocol.locate(length_K, num_windows_D[document_K] - 1)[2]
     for document, stop in zip(document_K[stop_K < length_K], stop_K[stop_K < length_K], strict=True):
+        end = int(data.offsets_D1[document + 1])
+        begin = end - int(length_D[document])
         if stop < length_D[document] / 2:
-            begin = int(data.offsets_D1[document])
-            kept = encoder.decode(data.tokens[begin + num_bos : begin + stop].tolist())
-            num_bytes_D[document], num_words_D[document] = len(kept.encode()), count_words(kept, separator)
+            size = _measure(encoder, data.tokens[begin + num_bos : begin + stop], separator)
+            num_bytes_D[document], num_words_D[document] = size.num_bytes, size.num_words
         else:
-            end = int(data.offsets_D1[document + 1])
-            left_out = encoder.decode(data.tokens[end - length_D[document] + stop : end].tolist())
-            num_bytes_D[document] -= len(left_out.encode())
-            num_words_D[document] -= (
-                len(left_out.split()) if separator == "white_space" else left_out.count(" ")
-            )
+            size = _measure(encoder, data.tokens[begin + stop : end], separator)
+            num_bytes_D[document] -= size.num_bytes
+            # The text that stays ends where this one begins: what parts words here goes, the word in the cut
+            # stays.
+            num_words_D[document] -= size.num_words - 1
     return CoveredText(num_bytes_D, num_words_D)
+
+
+def _measure(encoder: TextEncoder, tokens: npt.NDArray[Any], separator: str) -> TextSize:
+    """Size of the text of tokens, decoded in parts so that memory stays flat."""
+    counter = TextCounter(separator)
+    start = 0
+    while start < len(tokens):
+        # A character may be spread over tokens, and a part must not end inside one.
+        for stop in range(start + _DECODED_TOGETHER, start + _DECODED_TOGETHER + _TOKENS_OF_A_CHARACTER):
+            text = encoder.decode(tokens[start:stop].tolist())
+            if not text.endswith("\ufffd") or stop >= len(tokens):
+                break
+        counter.add(text)
+        start = stop
+    return counter.size()

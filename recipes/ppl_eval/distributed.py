@@ -1,6 +1,6 @@
 """The process group of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -48,3 +48,23 @@ def all_gather_rows(
     rows = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(rows, mine)
     return torch.stack(rows).cpu().numpy()
+
+
+def divided_searches(
+    world: World, device: torch.device
+) -> Callable[[int, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]:
+    """Divide numbered computations over the ranks: rank ``index % world_size`` computes, all get the same
+    bits.
+
+    Returns:
+        A function of the number, a tensor of the result's shape and dtype, and the computation.
+    """
+
+    def share(index: int, like: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        owner = index % world.world_size
+        found = compute() if world.rank == owner else torch.empty_like(like, device=device)
+        found = found.contiguous()
+        dist.broadcast(found.view(torch.uint8), src=owner)
+        return found
+
+    return share

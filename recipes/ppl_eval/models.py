@@ -10,13 +10,15 @@ from torchtune import training
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval import config_check, families, parallel
+from ppl_eval.calibration import Share, run_alone
 from ppl_eval.checkpoints import LoadedCheckpoint
 from ppl_eval.components import instantiate
 from ppl_eval.mesh import ParallelDims
 from ppl_eval.quantization import QuantizationReport, quantize
+from ppl_eval.quantized_tensors import is_quantized
 from ppl_eval.scoring import ScoringModel
 from ppl_eval.settings import Settings
-from ppl_eval.weights import check_state_dict, is_quantized, load_into, note_conversions
+from ppl_eval.weights import check_state_dict, load_into, note_conversions
 
 
 @dataclass
@@ -34,6 +36,11 @@ class BuiltModel:
     num_parameters: int
     quantization: QuantizationReport | None
     notes: list[str] = field(default_factory=list)
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks once weights were calibrated: a digest of the quantised ones."""
+        digest = self.quantization and self.quantization.digest
+        return {"calibrated weights": digest} if digest else {}
 
 
 def build_on_meta(settings: Settings, dtype: torch.dtype) -> TransformerDecoder:
@@ -105,8 +112,12 @@ def load_model(
     dtype: torch.dtype,
     dims: ParallelDims,
     mesh: DeviceMesh | None,
+    batches: list[torch.Tensor] | None = None,
+    share: Share = run_alone,
 ) -> BuiltModel:
     """Fill a model built on meta, quantise it, split it over the mesh, and wrap it for scoring.
+
+    ``batches`` and ``share`` are the calibration text and the division of its work: see ``quantize``.
 
     Raises:
         ValueError: if checkpoint and model do not fit, the quantiser cannot be used, or the model cannot be
@@ -135,12 +146,16 @@ def load_model(
         )
 
     notes: list[str] = []
+    if dtype == torch.float64:
+        notes.append(
+            "dtype=fp64: torchtune's norms and rotary embeddings, and the log-softmax, stay in float32"
+        )
     report = None
     if whole:
         notes += load_into(decoder, state_dict, dtype=dtype, device=device)
         decoder.requires_grad_(False)
         if settings.quantizer is not None:
-            report = quantize(decoder, settings.quantizer, device)
+            report = quantize(decoder, settings.quantizer, device, batches=batches, share=share)
             notes += report.notes
         model = split()
     else:

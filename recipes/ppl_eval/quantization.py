@@ -1,24 +1,25 @@
 """Post-training quantisation on load, layer by layer, with an account of what was done to which layer.
 
-torchao leaves a layer that its scheme does not fit in full precision without a word, and torchtune's int4
-quantiser only works on CUDA. Here each linear layer is looked at first: quantised, or skipped for a reason
-that the result shows.
+torchao leaves a layer that its scheme does not fit in full precision without a word. Here each linear layer
+is looked at
+first: quantised, or skipped for a reason that the result shows.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torchao.dtypes import Int4CPULayout
-from torchao.quantization import Int4WeightOnlyConfig, quantize_
-from torchtune.training.quantization import Int4WeightOnlyQuantizer
 
-from ppl_eval.weights import is_quantized, is_tied, short_dtype
+from ppl_eval.calibration import COMPONENT as AWQ
+from ppl_eval.calibration import awq_layers, run_alone
+from ppl_eval.quantization_schemes import Scheme, scheme_of
+from ppl_eval.quantized_tensors import is_quantized, plain_tensors, stored_bytes
+from ppl_eval.weights import is_tied, short_dtype
 
-# The CPU kernel packs this many output rows together.
-INT4_CPU_ROWS = 16
+HEAD = "output"
 
 
 @dataclass
@@ -26,72 +27,125 @@ class QuantizationReport:
     """What quantisation did.
 
     Attributes:
+        scheme: name of the scheme.
+        mode: torchtune's short name of the scheme, for file names.
         quantized: (layer, scheme) in the model's order.
         skipped: (layer, reason) in the model's order.
+        weight_bytes: bytes of all weights afterwards.
+        digest: sha256 over the quantised weights of a calibrated run, which all ranks must share; else None.
         notes: lines for result["notes"].
     """
 
+    scheme: str = ""
+    mode: str = ""
     quantized: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    weight_bytes: int = 0
+    digest: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
-class Scheme(NamedTuple):
-    """One way to quantise a linear layer: its name, why it does not fit a layer (or None), and the deed."""
-
-    name: str
-    misfit: Callable[[nn.Linear], str | None]
-    apply: Callable[[nn.Linear], None]
-
-
 def quantize(
-    model: nn.Module, quantizer_cfg: Mapping[str, Any], device: torch.device | str
+    model: nn.Module,
+    quantizer_cfg: Mapping[str, Any],
+    device: torch.device | str,
+    *,
+    batches: Iterable[torch.Tensor] | None = None,
+    share: Callable[[int, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor] = run_alone,
 ) -> QuantizationReport:
     """Quantises the linear layers of a loaded model in place.
 
-    The full-precision weight of a layer is dropped before the next layer is touched, so the peak is the
-    model plus one layer.
+    The full-precision weight of a layer is dropped before the next one is touched: the peak is the model
+    plus a layer.
 
     Args:
-        model: with weights, on `device`.
+        model: a decoder with its weights on `device`.
         quantizer_cfg: the `quantizer` section, for example
             {_component_: torchtune.training.quantization.Int4WeightOnlyQuantizer, groupsize: 128}.
         device: where the model runs; the packed layout depends on it.
+        batches: tokens_BT to calibrate with, for a quantiser that does.
+        share: how the ranks divide the work of calibration (see `calibration.awq_layers`).
 
     Raises:
-        ValueError: unknown quantiser or key, or no layer fits.
+        ValueError: unknown quantiser or key, a scheme that the device cannot run, weights that are quantised
+            already, or no layer that fits.
     """
     device = torch.device(device)
-    scheme = _scheme(quantizer_cfg, device)
+    if any(is_quantized(p) for p in model.parameters()):
+        raise ValueError(
+            "the checkpoint is quantised already: remove `quantizer` from the config, or take the original"
+        )
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    calibrated = str(quantizer_cfg.get("_component_")) == AWQ
     report = QuantizationReport()
-    for name, module in list(model.named_modules()):
+    if calibrated:
+        base = {"_component_": "torchtune.training.quantization.Int4WeightOnlyQuantizer"}
+        base |= {"groupsize": quantizer_cfg.get("groupsize", 128)}
+        scheme = scheme_of(base, device, dtype)
+        scheme = scheme._replace(name=f"AWQ on {scheme.name}", mode=f"{scheme.mode}-awq")
+        if batches is None:
+            raise ValueError(
+                "quantizer.calibration is missing: AWQ looks at activations, so it needs "
+                "{dataset, num_windows}"
+            )
+        steps = int(quantizer_cfg.get("num_steps", 20))
+        fitting = _sort_layers(model, scheme, report, leave_head=True)
+        report.notes += awq_layers(
+            model, set(fitting), scheme, batches, num_steps=steps, device=device, share=share
+        )
+    else:
+        scheme = scheme_of(quantizer_cfg, device, dtype)
+        fitting = _sort_layers(model, scheme, report, leave_head=False)
+        for name in fitting:
+            scheme.apply(model.get_submodule(name))  # type: ignore[arg-type]
+    left = [name for name in fitting if not is_quantized(model.get_submodule(name).weight)]  # type: ignore[arg-type]
+    assert not left, f"torchao left {left} in full precision"
+    _describe(model, scheme, report, dtype)
+    if calibrated:
+        report.digest = digest(model)
+    return report
+
+
+def _sort_layers(
+    model: nn.Module, scheme: Scheme, report: QuantizationReport, *, leave_head: bool
+) -> list[str]:
+    """Names of the layers that the scheme fits; the report says why the others are skipped.
+
+    Raises:
+        ValueError: it fits none.
+    """
+    for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        reason = "already quantised" if is_quantized(module.weight) else scheme.misfit(module)
-        if reason is None:
-            scheme.apply(module)
-            if not is_quantized(module.weight):
-                reason = "torchao left it in full precision"
+        reason = (
+            "the head stays in full precision under AWQ"
+            if leave_head and name == HEAD
+            else scheme.misfit(module)
+        )
         if reason is None:
             report.quantized.append((name, scheme.name))
         else:
             report.skipped.append((name, reason))
     if is_tied(model):
-        report.skipped.append(("output", "tied to the embedding, which stays in full precision"))
+        report.skipped.append((HEAD, "tied to the embedding, which stays in full precision"))
     if not report.quantized:
         reasons = "; ".join(f"{num} layers: {reason}" for reason, num in _count_reasons(report).items())
         raise ValueError(
-            f"quantizer {scheme.name} quantised nothing ({reasons or 'the model has no linear layer'})"
+            f"quantizer {scheme.name} fits no layer ({reasons or 'the model has no linear layer'})"
         )
-    weights = next(p.dtype for p in model.parameters() if not is_quantized(p) and p.is_floating_point())
+    return [name for name, _ in report.quantized]
+
+
+def _describe(model: nn.Module, scheme: Scheme, report: QuantizationReport, dtype: torch.dtype) -> None:
+    report.scheme, report.mode = scheme.name, scheme.mode
+    report.weight_bytes = stored_bytes(model)
     report.notes.append(
         f"{scheme.name}: {len(report.quantized)} linear layers quantised, {len(report.skipped)} left in "
-        f"{short_dtype(weights)}"
+        f"{short_dtype(dtype)}; weights take {report.weight_bytes / 2**20:.1f} MiB"
     )
     report.notes += [
         f"not quantised, {reason}: {num} layers" for reason, num in _count_reasons(report).items()
     ]
-    return report
 
 
 def _count_reasons(report: QuantizationReport) -> dict[str, int]:
@@ -101,45 +155,12 @@ def _count_reasons(report: QuantizationReport) -> dict[str, int]:
     return counts
 
 
-def _scheme(cfg: Mapping[str, Any], device: torch.device) -> Scheme:
-    """The scheme that a `quantizer` section names, for the device."""
-    component = str(cfg.get("_component_", ""))
-    arguments = {str(k): v for k, v in cfg.items() if k != "_component_"}
-    if component.rpartition(".")[2] != "Int4WeightOnlyQuantizer":
-        raise ValueError(
-            f"quantizer._component_ is {component!r}; it can be "
-            "torchtune.training.quantization.Int4WeightOnlyQuantizer"
-        )
-    unknown = sorted(set(arguments) - {"groupsize", "inner_k_tiles"})
-    if unknown:
-        raise ValueError(f"quantizer has unknown keys {unknown}; known are groupsize, inner_k_tiles")
-    return _int4_weight_only(device, **arguments)
-
-
-def _int4_weight_only(device: torch.device, groupsize: int = 128, inner_k_tiles: int = 8) -> Scheme:
-    """int4 weights, one scale and zero point per group: tinygemm on CUDA, the CPU's own packing elsewhere."""
-    if groupsize not in (32, 64, 128, 256):
-        raise ValueError(f"quantizer.groupsize is {groupsize}; the int4 kernels know 32, 64, 128 and 256")
-
-    def misfit(linear: nn.Linear) -> str | None:
-        if linear.in_features % groupsize:
-            return f"in_features {linear.in_features} is no multiple of group size {groupsize}"
-        if device.type == "cpu" and linear.out_features % INT4_CPU_ROWS:
-            return f"out_features {linear.out_features} is no multiple of {INT4_CPU_ROWS} (CPU int4 kernel)"
-        if device.type == "cuda" and linear.weight.dtype != torch.bfloat16:
-            return (
-                f"the CUDA int4 kernel needs dtype=bf16, the weights are {short_dtype(linear.weight.dtype)}"
-            )
-        return None
-
-    def apply(linear: nn.Linear) -> None:
-        if device.type == "cpu":
-            # set_inductor_config would change global compiler settings; nothing here compiles.
-            config = Int4WeightOnlyConfig(
-                group_size=groupsize, layout=Int4CPULayout(), set_inductor_config=False
-            )
-            quantize_(linear, config)
-        else:
-            Int4WeightOnlyQuantizer(groupsize=groupsize, inner_k_tiles=inner_k_tiles).quantize(linear)
-
-    return Scheme(f"int4 weight-only, group size {groupsize}", misfit, apply)
+def digest(model: nn.Module) -> str:
+    """sha256 over the bytes of all quantised weights, by name."""
+    sha = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if is_quantized(parameter):
+            sha.update(name.encode())
+            for part in plain_tensors(parameter):
+                sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

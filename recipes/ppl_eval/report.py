@@ -39,12 +39,28 @@ def check_output_dir(path: Path) -> Path:
     return path
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The result for a screen."""
+# Figures of single protocols, and of runs with several domains.
+_SOME_RUNS_ONLY = (
+    "perplexity_exact_weighting",
+    "perplexity_stderr_llama_cpp",
+    "adjusted_perplexity",
+    "macro_perplexity",
+)
+
+
+def table(result: Mapping[str, Any], *, with_memory: bool = False) -> str:
+    """The result for a screen.
+
+    Args:
+        result: as ``results.build`` made it.
+        with_memory: show the peak memory of the ranks too.
+    """
     timing, parallel, coverage = result["timing"], result["parallel"], result["coverage"]
     stderr = result["perplexity_stderr"]
     rows = [
         ("perplexity", _number(result["perplexity"]) + ("" if stderr is None else f" ± {_number(stderr)}")),
+        ("95 % interval", _interval(result["perplexity_interval_95"])),
+        *((name.replace("_", " "), _number(result.get(name))) for name in _SOME_RUNS_ONLY),
         ("ce_loss", f"{result['ce_loss']:.9g} nats per token"),
         ("nll_sum", f"{result['nll_sum']!r} nats ({result['nll_sum_hex']})"),
         ("tokens scored", f"{result['num_tokens']:,} of {coverage['expected_tokens']:,} expected, each once"),
@@ -65,6 +81,9 @@ def table(result: Mapping[str, Any]) -> str:
         ("processes", f"{parallel['world_size']} on {parallel['num_nodes']} node(s)"),
         ("speed", f"{timing['tokens_per_second']:,.0f} tokens/s, {timing['score_seconds']:.1f} s of scoring"),
     ]
+    if with_memory:
+        peak = timing["per_rank"]["peak_memory_bytes"]
+        rows.append(("peak memory", f"{peak['max'] / 2**20:,.0f} MiB on the rank with most"))
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
@@ -77,6 +96,10 @@ def _number(value: float | str | None) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else f"{value:.6f}" if 1e-4 < abs(value) < 1e7 else f"{value:.6g}"
+
+
+def _interval(interval: list[float | str] | None) -> str:
+    return "" if interval is None else f"{_number(interval[0])} to {_number(interval[1])}"
 
 
 def _protocol(protocol: Mapping[str, Any]) -> str:

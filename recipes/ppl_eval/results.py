@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torchtune import utils
 
-from ppl_eval import baseline, coverage, denominators, metrics, records, report
+from ppl_eval import baseline, coverage, denominators, metrics, paired, records, report
 from ppl_eval.components import instantiate
 from ppl_eval.environment import peak_memory_bytes, versions
 
@@ -72,6 +72,7 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             },
             "num_parameters": recipe.model.num_parameters,
             "checkpoint": recipe.checkpoint.identity,
+            "quantized_checkpoint": recipe.checkpoint.quantized,
             "config_check": recipe.config_check,
         },
         "quantizer": (
@@ -80,6 +81,8 @@ def build(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.float64]) -
             else {
                 **settings.as_dict()["quantizer"],
                 "component": settings.quantizer._component_,
+                "scheme": quantization.scheme,
+                "weight_bytes": quantization.weight_bytes,
                 "num_quantized": len(quantization.quantized),
                 "num_skipped": len(quantization.skipped),
                 "quantized": [list(entry) for entry in quantization.quantized],
@@ -121,8 +124,11 @@ def write_result(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.floa
     settings = recipe.settings
     result = build(recipe, per_rank)
     path = Path(settings.output_dir) / "result.json"
+    if settings.baseline is not None and baseline.is_comparable(result, recipe.baseline):
+        other = Path(settings.baseline).expanduser().parent
+        result["against_baseline"] = paired.against_baseline(result, recipe.baseline, path.parent, other)
     report.write_json(path, result)
-    print(report.table(result), flush=True)
+    print(report.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
     utils.get_logger(settings.log_level).info(f"written to {path}")
     if settings.metric_logger is not None:
         metric_logger = instantiate("metric_logger", settings.metric_logger)
@@ -132,6 +138,8 @@ def write_result(recipe: DistributedPPLEvalRecipe, per_rank: npt.NDArray[np.floa
     if settings.baseline is None:
         return 0
     code, message = baseline.compare(result, recipe.baseline, settings.baseline_tolerance)
+    if "against_baseline" in result:
+        message += f"\n{paired.told(result['against_baseline'])}"
     print(message, file=sys.stderr, flush=True)
     return code
 

@@ -39,8 +39,7 @@ def token_nll(
         as in argmax, the first); the same on every rank of the group.
     """
     if group is None:
-        correct_N = logits_NV.argmax(dim=-1) == targets_N
-        return F.cross_entropy(logits_NV, targets_N, reduction="none"), correct_N
+        return F.cross_entropy(logits_NV, targets_N, reduction="none"), _is_largest(logits_NV, targets_N)
     column_N1 = (targets_N - vocab_start)[:, None]
     num_columns = logits_NV.shape[1]
     elsewhere_N1 = (column_N1 < 0) | (column_N1 >= num_columns)
@@ -56,6 +55,14 @@ def token_nll(
     exp_sum_N, target_N, earlier_N = sums_N3.unbind(dim=1)
     max_N = max_N1.squeeze(1)
     return exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
+
+
+def _is_largest(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    # As `argmax == target`, in the time of a maximum: only rows whose target ties for it need a search.
+    correct_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1) == logits_NV.amax(dim=-1)
+    rows = correct_N.nonzero().squeeze(1)
+    correct_N[rows] = logits_NV[rows].argmax(dim=-1) == targets_N[rows]
+    return correct_N
 
 
 class ScoringModel(nn.Module):

@@ -2,11 +2,14 @@
 the forward.
 """
 
-from collections.abc import Iterator, Mapping
+import ctypes
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
@@ -24,6 +27,56 @@ class Slice(NamedTuple):
     start: int
     stop: int
     size: int
+
+
+def return_freed_memory() -> None:
+    """Let glibc give tensors of 1 MiB and more back to the system as soon as they are freed.
+
+    By itself it raises that limit to the size of the largest freed so far, up to 32 MiB. Layers that come and
+    go then leave holes that the next does not fit into: a sharded model took as much memory as a whole one.
+    """
+    m_mmap_threshold = -3
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(m_mmap_threshold, 2**20)
+
+
+class _HostGather:
+    """FSDP's gather of a unit's shards, for CPU and gloo: in place and, for layers, into one buffer.
+
+    gloo's own all-gather makes a copy of what it gathers, and FSDP keeps a unit's gathered shards until those
+    of the next have come, to overlap streams that a CPU does not have: three copies of a layer instead of
+    one.
+
+    Args:
+        reuse: keep the buffer for the next unit; units must be alike, and used one after the other.
+    """
+
+    def __init__(self, reuse: bool) -> None:
+        self.reuse = reuse
+        self.buffer = torch.empty(0)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a unit's shards, one after the other."""
+        if not self.reuse:
+            return torch.empty(*size, dtype=dtype, device=device)
+        (numel,) = size
+        if self.buffer.numel() < numel or self.buffer.dtype != dtype:
+            self.buffer = torch.empty(numel, dtype=dtype, device=device)
+        return self.buffer[:numel]
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill ``output_tensor``, of which ``input_tensor`` is this rank's part, from all ranks."""
+        parts = output_tensor.chunk(group.size())
+        assert parts[group.rank()].data_ptr() == input_tensor.data_ptr()
+        sent = [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
+        for work in sent:
+            work.wait()
 
 
 def shard_model(
@@ -58,15 +111,22 @@ def shard_model(
     elif cpu_offload:
         policy = CPUOffloadPolicy()
 
-    def shard(unit: nn.Module, reshard: bool) -> None:
-        fully_shard(unit, mesh=mesh, offload_policy=policy, reshard_after_forward=reshard)
+    if mesh.device_type == "cpu":
+        return_freed_memory()
+    one_buffer, own_buffer = _HostGather(reuse=True), _HostGather(reuse=False)
 
-    for unit in [*decoder.layers, decoder.tok_embeddings]:
-        shard(unit, reshard_after_forward)
+    def shard(unit: nn.Module, reshard: bool, gather: _HostGather) -> None:
+        fully_shard(unit, mesh=mesh, offload_policy=policy, reshard_after_forward=reshard)
+        if mesh.device_type == "cpu":
+            unit.set_custom_all_gather(gather)  # type: ignore[operator]
+
+    for layer in decoder.layers:
+        shard(layer, reshard_after_forward, one_buffer)
+    shard(decoder.tok_embeddings, reshard_after_forward, own_buffer)
     if isinstance(decoder.output, nn.Module):
         # Not after its forward, which runs once a chunk: whole_head gives it back.
-        shard(decoder.output, False)
-    shard(model, reshard_after_forward)
+        shard(decoder.output, False, own_buffer)
+    shard(model, reshard_after_forward, own_buffer)
     return notes
 
 

@@ -117,13 +117,14 @@ def domains(sources: Mapping[str, Any]) -> Any:
 
 def _build(key: str, section: Any) -> Any:
     from omegaconf import OmegaConf
-    from torchtune.config import instantiate
+
+    from ppl_eval.components import instantiate
 
     if not isinstance(section, Mapping) or "_component_" not in section:
         raise ValueError(
             f"{key} is {section!r}; it must be a section with a _component_, such as ppl_eval.data.text_files"
         )
-    return instantiate(OmegaConf.create(dict(section)))
+    return instantiate(key, OmegaConf.create(dict(section)))
 
 
 def expand_paths(paths: str | Sequence[str], key: str = "dataset.paths") -> list[Path]:
@@ -183,8 +184,7 @@ def _opened(path: Path) -> Iterator[io.BufferedReader]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Reads zstd frames, and says so where the last one is cut off: zstandard's own reader just ends "
-    "there."""
+    """Reads zstd frames, and says where the last is cut off: zstandard's own reader just ends there."""
 
     def __init__(self, raw: IO[bytes], path: Path) -> None:
         try:

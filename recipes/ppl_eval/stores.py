@@ -14,7 +14,7 @@ import numpy.typing as npt
 from filelock import FileLock
 
 ABOUT = "about.json"
-_FLUSH_BYTES = 1 << 20
+_FLUSH_VALUES = 1 << 18
 
 
 class ArrayWriter:
@@ -32,56 +32,56 @@ class ArrayWriter:
         self.path, self.dtype = path, np.dtype(dtype).newbyteorder("<")
         self.length = 0
         self._values: list[int] = []
-        self._blocks: list[bytes] = []
-        self._num_bytes = 0
+        self._arrays: list[npt.NDArray[Any]] = []
+        self._num_waiting = 0
         path.write_bytes(b"")
 
     def append(self, value: int) -> None:
         """Add one value."""
         self._values.append(value)
-        if len(self._values) * 8 >= _FLUSH_BYTES:
-            self._gather()
+        self._count(1)
 
     def extend(self, values: npt.NDArray[Any] | Sequence[int]) -> None:
-        """Add values.
-
-        Raises:
-            ValueError: if one does not fit the type.
-        """
+        """Add values."""
         self._gather()
-        self._add(np.asarray(values))
+        self._arrays.append(np.asarray(values))
+        self._count(len(values))
 
     def close(self) -> dict[str, Any]:
-        """Write what is left, onto the disk itself, and describe the array for ``open_array``."""
-        self._gather()
+        """Write what is left, onto the disk itself, and describe the array for ``open_array``.
+
+        Raises:
+            ValueError: (as ``append`` and ``extend`` do) if a value does not fit the type.
+        """
         self._flush()
         with open(self.path, "rb") as file:
             os.fsync(file.fileno())
         return {"file": self.path.name, "dtype": self.dtype.name, "length": self.length}
 
+    def _count(self, more: int) -> None:
+        self.length += more
+        self._num_waiting += more
+        # Not one by one: most documents are a few dozen tokens.
+        if self._num_waiting >= _FLUSH_VALUES:
+            self._flush()
+
     def _gather(self) -> None:
         if self._values:
-            self._add(np.array(self._values, dtype=np.int64))
+            self._arrays.append(np.array(self._values, dtype=np.int64))
             self._values = []
 
-    def _add(self, values: npt.NDArray[Any]) -> None:
-        if len(values) and self.dtype.kind in "iu":
+    def _flush(self) -> None:
+        self._gather()
+        if self._num_waiting:
+            values = np.concatenate(self._arrays)
             limits = np.iinfo(self.dtype)
             if values.min() < limits.min or values.max() > limits.max:
                 raise ValueError(
                     f"{self.path.stem}: a value of {values.min()}..{values.max()} does not fit {self.dtype}"
                 )
-        block = values.astype(self.dtype).tobytes()
-        self.length += len(values)
-        self._blocks.append(block)
-        self._num_bytes += len(block)
-        if self._num_bytes >= _FLUSH_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        with open(self.path, "ab") as file:
-            file.writelines(self._blocks)
-        self._blocks, self._num_bytes = [], 0
+            with open(self.path, "ab") as file:
+                file.write(values.astype(self.dtype).tobytes())
+        self._arrays, self._num_waiting = [], 0
 
 
 def open_array(folder: Path, description: dict[str, Any]) -> npt.NDArray[Any]:

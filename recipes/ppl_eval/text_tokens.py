@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from ppl_eval.encoders import Encoding
 from ppl_eval.pieces import PIECE_CHARS, SeamError, checked, cut, group
@@ -21,28 +22,26 @@ from ppl_eval.workers import encode_groups
 
 
 class TextDigest:
-    """A hash over documents and where they end; in what form they were stored, and empty documents, leave no
-    trace.
+    """A hash over documents and where they end; in what form they were stored leaves no trace. Empty
+    documents count: where documents are joined, each adds a join.
     """
 
     def __init__(self) -> None:
         self._documents, self._domains = hashlib.sha256(), hashlib.sha256()
         self._document = hashlib.sha256()
-        self._has_text = self._has_domains = False
+        self._has_domains = False
 
     def add(self, part: Part) -> None:
         """Add the next part."""
         self._document.update(part.text.encode())
         if part.original is not None:
             self._document.update(b"\0original\0" + part.original.encode())
-        self._has_text = self._has_text or bool(part.text)
         if not part.is_last:
             return
-        if self._has_text:
-            self._documents.update(self._document.digest())
-            self._domains.update(hashlib.sha256(part.domain.encode()).digest())
-            self._has_domains = self._has_domains or part.domain != ALL
-        self._document, self._has_text = hashlib.sha256(), False
+        self._documents.update(self._document.digest())
+        self._domains.update(hashlib.sha256(part.domain.encode()).digest())
+        self._has_domains = self._has_domains or part.domain != ALL
+        self._document = hashlib.sha256()
 
     def facts(self) -> dict[str, str]:
         """What identifies the text: one hash, and one of the domains where there are any."""
@@ -190,8 +189,13 @@ class _Writing:
         rows.
         """
         counter, num_chars, begins = TextCounter(self.word_separator), 0, True
+        # Only where it takes long: a bar that comes and goes tells nothing.
+        progress = tqdm(
+            desc="tokenising", unit=" characters", unit_scale=True, delay=10, mininterval=5, leave=False
+        )
         for part in self.source.parts(self.source_notes):
             self.digest.add(part)
+            progress.update(len(part.text))
             counter.add(part.text if part.original is None else part.original)
             if begins and self.join is not None:
                 domain = self.domains.setdefault(part.domain, len(self.domains))
@@ -208,6 +212,7 @@ class _Writing:
             if part.is_last:
                 self._end_document(part.domain, counter.size(), num_chars)
                 counter, num_chars = TextCounter(self.word_separator), 0
+        progress.close()
         if self.join is not None:
             for domain in range(len(self.domains)):
                 yield domain, "", True
@@ -234,7 +239,12 @@ class _Writing:
         notes = []
         num_all = self.num_documents + self.num_empty
         if self.num_empty:
-            notes.append(f"{self.num_empty} of {num_all} documents are empty; they score nothing")
+            role = (
+                "they score nothing"
+                if self.join is None
+                else "all that they add is the text between documents"
+            )
+            notes.append(f"{self.num_empty} of {num_all} documents are empty; {role}")
         if self.num_crlf:
             notes.append(
                 f"{self.num_crlf} of {num_all} documents have CRLF line ends, scored as they are; the same "

@@ -18,7 +18,7 @@ from ppl_eval.tokenizer import TextEncoder
 from ppl_eval.words import count_words
 
 # Part of the cache key: raise it when the files or the way a text is encoded change.
-_FORMAT = 2
+_FORMAT = 3
 # A file that changed this short a time ago may change again without its time of change showing it.
 _RACY_NS = 2 * 10**9
 
@@ -96,31 +96,30 @@ def prepare_tokens(
         "tokenizer_sha256": encoder.sha256,
         "join": join,
         "bos_tokens": encoder.bos_tokens(bos) if isinstance(source, TextSource) else [],
-        "format": _FORMAT,
     }
-    if isinstance(source, TextSource):
-        encode_facts["word_separator"] = word_separator
-    request = {"name": source.name, **source.parameters, **encode_facts}
+    # What else makes other files, though not other tokens.
+    key_facts = {"format": _FORMAT, "word_separator": word_separator}
+    request = {"name": source.name, **source.parameters, **encode_facts, **key_facts, "bos": bos}
     if isinstance(source, SampleSource):
         # What a torchtune dataset holds is known only after it was made.
         samples = partial(write_samples, source=source, encoder=encoder, join=join, bos=bos)
         folder = stores.build_anew(cache, stores.key_of(request), samples)
         content = stores.read_json(folder / stores.ABOUT)["content"]
-        view = _view(cache, content)
+        view = _view(cache, {**request, **content})
         stores.write_json(
             view, {"folder": folder.name, "fingerprint": {**content, **encode_facts}, "notes": []}
         )
         return view
     stamp = _settled(source.stamp() if source.stamp is not None else None)
     if stamp is not None:
-        view = _view(cache, {**request, "bos": bos, "stamp": stamp})
+        view = _view(cache, {**request, "stamp": stamp})
         known = stores.read_json(view)
         if known is not None and (cache / known["folder"] / stores.ABOUT).is_file():
             return view
     if isinstance(source, TextSource):
         content, notes = digest_of(source)
         fingerprint = {**content, **encode_facts}
-        key = stores.key_of(fingerprint)
+        key = stores.key_of({**fingerprint, **key_facts})
         write = partial(
             write_text_tokens,
             source=source,
@@ -134,12 +133,12 @@ def prepare_tokens(
         content, notes = inspect_token_files(source, encoder, bos)
         fingerprint = {**content, **encode_facts}
         # The folder holds the files' own places, not copies.
-        key = stores.key_of({**fingerprint, "files": source.stamp()})
+        key = stores.key_of({**fingerprint, **key_facts, "files": source.stamp()})
         write = partial(write_token_files, source=source, encoder=encoder, join=join)
     folder = stores.build_once(cache, key, write)
     # Sources of one content share a folder, but each has notes of its own. Without a stamp, only its content
     # names a source.
-    view = _view(cache, {**request, "bos": bos, **(content if stamp is None else {"stamp": stamp})})
+    view = _view(cache, {**request, **(content if stamp is None else {"stamp": stamp})})
     stores.write_json(view, {"folder": folder.name, "fingerprint": fingerprint, "notes": notes})
     return view
 

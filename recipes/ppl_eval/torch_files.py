@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ppl_eval.checkpoint_files import StoredTensor, check_readable
-from ppl_eval.weights import is_quantized
+from ppl_eval.quantized_tensors import is_quantized
 
 # A file is mapped anew after this many bytes were handed out, so that the pages of converted weights do not
 # pile up.

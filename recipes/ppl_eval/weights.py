@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtune.modules import TiedLinear
+
+from ppl_eval.quantized_tensors import check_packed_for, is_quantized, move
 
 SHOWN_KEYS = 10
 EMBEDDING_KEY = "tok_embeddings.weight"
@@ -71,16 +72,18 @@ def load_into(
 
     Raises:
         ValueError: keys are missing, unexpected, or of the wrong shape (all of them counted, the first ten
-            named), a tied head that differs from the embedding, or a quantised weight of another dtype.
+            named), a tied head that differs from the embedding, or a quantised weight of another dtype or
+            packed for another device.
     """
     notes: list[str] = []
     names = check_state_dict(model, state_dict, dtype=dtype, notes=notes)
+    check_packed_for(meta_of(state_dict), device)
     notes += note_conversions(state_dict, names, dtype)
     loaded: dict[str, torch.Tensor] = {}
     for name in names:
         tensor = state_dict[name]
         if is_quantized(tensor) or not tensor.is_floating_point():
-            loaded[name] = tensor.to(device)
+            loaded[name] = move(tensor, device)
             continue
         loaded[name] = tensor.to(device=device, dtype=dtype)
         del tensor
@@ -111,7 +114,7 @@ def check_state_dict(
 ) -> list[str]:
     """Names to load, after all names, shapes and quantised dtypes were compared with the model's."""
     wanted = {name: parameter.shape for name, parameter in model.state_dict().items()}
-    meta = state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
+    meta = meta_of(state_dict)
     missing = [name for name in wanted if name not in meta]
     unexpected = [name for name in meta if name not in wanted]
     wrong = [
@@ -142,6 +145,11 @@ def check_state_dict(
             f"(the config says {short_dtype(dtype)})"
         )
     return list(wanted)
+
+
+def meta_of(state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Shapes and dtypes by name, without reading what is read on demand."""
+    return state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
 
 
 def check_tied_head(state_dict: Mapping[str, torch.Tensor]) -> str:
@@ -188,12 +196,6 @@ def assert_materialised(model: nn.Module) -> None:
 def is_tied(model: nn.Module) -> bool:
     """Whether the model's head is its embedding."""
     return isinstance(getattr(model, "output", None), TiedLinear)
-
-
-def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is one of torchao's quantised classes."""
-    inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    return is_traceable_wrapper_subclass(inner)
 
 
 def short_dtype(dtype: torch.dtype) -> str:

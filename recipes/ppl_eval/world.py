@@ -209,7 +209,8 @@ class World:
         for key in keys:
             while not self.store.check([key]):
                 try:
-                    self.store.wait([key], POLL)
+                    # In one go: the store's client complains in the log of every wait that runs out.
+                    self.store.wait([key], self.timeout)
                 except dist.DistNetworkError:
                     raise
                 except (dist.DistStoreError, RuntimeError):

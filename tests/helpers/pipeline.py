@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,9 +12,11 @@ from torchtune.models.llama3 import llama3
 from torchtune.modules import TransformerDecoder
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ppl_eval import metrics
 from ppl_eval.batches import WindowBatches
 from ppl_eval.bos import check_bos_tokens, for_tokenizer, prefix_token
 from ppl_eval.data import TextSource
+from ppl_eval.denominators import CoveredText
 from ppl_eval.encoders import Encoding
 from ppl_eval.plan import make_plan
 from ppl_eval.scoring import ScoringModel, window_scores
@@ -100,6 +102,11 @@ class Scored(NamedTuple):
     windows: WindowScores
     figures: dict[str, float]
     notes: list[str]
+
+    def figures_of(self, covered: CoveredText) -> dict[str, Any]:
+        """The figures that divide by text."""
+        num_bytes, num_words = int(covered.num_bytes_D.sum()), int(covered.num_words_D.sum())
+        return metrics.figures(self.totals, num_bytes, num_words)
 
 
 def texts(*documents: str) -> TextSource:

@@ -1,0 +1,30 @@
+"""What splitting saves: memory per rank, measured."""
+
+import pytest
+import torch
+
+from helpers.memory import measure_activations, measure_load, measure_shards
+from helpers.processes import run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_rank_keeps_its_share_and_borrows_a_layer():
+    for found in run_ranks(measure_shards, 4):
+        # Besides tensors, a process that computes for the first time takes some 25 MiB for code and buffers.
+        assert found["kept"] < 0.25 * found["model"] + 30
+        # A layer exists twice for a moment: as it came from the ranks, and as its parameters.
+        assert found["peak"] - found["kept"] < 2 * found["layer"] + 25
+        assert found["peak"] < 0.7 * found["model"]
+
+
+def test_activations_of_a_long_window_fall_with_cp_and_grow_linearly():
+    alone = run_ranks(measure_activations, 1, 32768)[0]
+    assert max(run_ranks(measure_activations, 4, 32768)) <= 0.35 * alone
+    assert max(run_ranks(measure_activations, 2, 32768)) < 2.3 * max(run_ranks(measure_activations, 2, 16384))
+
+
+def test_loading_takes_little_more_than_the_checkpoint(smollm2):
+    found = run_ranks(measure_load, 4, str(smollm2), torch.bfloat16)[0]
+    assert found["samples"] >= 3
+    assert found["peak"] - found["before"] < 1.6 * found["checkpoint"]
