@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import two_hosts
-from helpers.runs import many, result_of
+from helpers.runs import PPL_EVAL, many, result_of
 from helpers.tiny import write_config
 from ppl_eval.ledger import read_ledger
 
@@ -82,9 +82,15 @@ def test_the_same_bits_as_on_one_host(hosts, config, tmp_path, nproc_per_node, c
 
 @pytest.mark.slow
 def test_tensor_parallel_across_the_cable(hosts, config, tmp_path):
+    """One rank a host, started by `ppl-eval launch`."""
     alone = one_process(config, tmp_path)
-    split = across(hosts, config, tmp_path, (1, 1), {"tp": ["tensor_parallel_dim=2"]})["tp"]
-    assert split["parallel"]["tp"] == 2
+    options = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_endpoint", two_hosts.ENDPOINT]
+    recipe = ["--config", str(config), "tensor_parallel_dim=2", f"output_dir={tmp_path / 'split'}"]
+    hosts.start([(PPL_EVAL, "launch", *options, "--", *recipe)] * 2, {})
+    outputs = hosts.finish(timeout=300)
+    assert [agent.returncode for agent in hosts.agents] == [0, 0], "\n".join(outputs)
+    split = result_of(tmp_path / "split")
+    assert (split["parallel"]["tp"], split["parallel"]["num_nodes"]) == (2, 2)
     assert split["coverage"] == alone["coverage"]
     assert split["nll_sum"] == pytest.approx(alone["nll_sum"], rel=1e-6)
 
