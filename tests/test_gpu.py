@@ -6,10 +6,10 @@ import io
 
 import pytest
 import torch
-from helpers.runs import many, result_of
-from helpers.tiny import SHAPE, write_config
 
 import distributed_ppl_eval
+from helpers.runs import many, result_of
+from helpers.tiny import SHAPE, write_config
 from ppl_eval.scoring import ScoringModel
 
 pytestmark = [
