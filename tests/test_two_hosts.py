@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import two_hosts
-from helpers.runs import many, result_of
+from helpers.runs import PPL_EVAL, many, result_of
 from helpers.tiny import write_config
 from ppl_eval.ledger import read_ledger
 
@@ -82,33 +82,53 @@ def test_the_same_bits_as_on_one_host(hosts, config, tmp_path, nproc_per_node, c
 
 @pytest.mark.slow
 def test_tensor_parallel_across_the_cable(hosts, config, tmp_path):
+    """One rank a host, started by `ppl-eval launch`."""
     alone = one_process(config, tmp_path)
-    split = across(hosts, config, tmp_path, (1, 1), {"tp": ["tensor_parallel_dim=2"]})["tp"]
-    assert split["parallel"]["tp"] == 2
+    options = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_endpoint", two_hosts.ENDPOINT]
+    recipe = ["--config", str(config), "tensor_parallel_dim=2", f"output_dir={tmp_path / 'split'}"]
+    hosts.start([(PPL_EVAL, "launch", *options, "--", *recipe)] * 2, {})
+    outputs = hosts.finish(timeout=300)
+    assert [agent.returncode for agent in hosts.agents] == [0, 0], "\n".join(outputs)
+    split = result_of(tmp_path / "split")
+    assert (split["parallel"]["tp"], split["parallel"]["num_nodes"]) == (2, 2)
     assert split["coverage"] == alone["coverage"]
     assert split["nll_sum"] == pytest.approx(alone["nll_sum"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [[], pytest.param([SHARDED], marks=pytest.mark.slow)],
-    ids=["dp", "fsdp"],
-)
-def test_all_end_when_the_cable_is_cut(hosts, config, tmp_path, overrides):
-    go, held = tmp_path / "go", tmp_path / "held"
-    env = {"HOLD_AFTER": "2", "HELD": str(held), "GO": str(go)}
-    argv = ["--config", str(config), f"timeout_seconds={TIMEOUT_SECONDS}", *overrides]
-    agents = hosts.launch((2, 1), HELD_RUN, *argv, env=env)
-    two_hosts.wait_for([tmp_path / f"held.{rank}" for rank in range(3)], agents)
-    hosts.cut()
-    cut_at = time.monotonic()
+@pytest.fixture
+def in_the_middle(hosts, config, tmp_path):
+    """Starts 2 + 1 ranks and returns when each of them has scored two batches and waits."""
+
+    def start(*overrides):
+        env = {"HOLD_AFTER": "2", "HELD": str(tmp_path / "held"), "GO": str(tmp_path / "go")}
+        argv = ["--config", str(config), f"timeout_seconds={TIMEOUT_SECONDS}", *overrides]
+        agents = hosts.launch((2, 1), HELD_RUN, *argv, env=env)
+        two_hosts.wait_for([tmp_path / f"held.{rank}" for rank in range(3)], agents)
+        return tmp_path / "go"
+
+    return start
+
+
+def assert_all_end(hosts, go):
+    """Lets the ranks go on; what each host printed until nothing was left of it."""
+    begin = time.monotonic()
     go.touch()
-    outputs = hosts.finish(timeout=TIMEOUT_SECONDS + GRACE_SECONDS - (time.monotonic() - cut_at))
-    print(f"both agents ended {time.monotonic() - cut_at:.1f} s after the cut")
+    outputs = hosts.finish(timeout=TIMEOUT_SECONDS + GRACE_SECONDS)
+    print(f"all ended after {time.monotonic() - begin:.1f} s")
     assert hosts.pids(0) == hosts.pids(1) == []
-    assert all(agent.returncode != 0 for agent in agents)
-    assert "host host-b (rank 2) cannot be reached" in outputs[0]
-    assert "host host-a (rank 0-1), which keeps the rendezvous store" in outputs[1]
+    assert all(agent.returncode != 0 for agent in hosts.agents)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], pytest.param([SHARDED], marks=pytest.mark.slow)], ids=["dp", "fsdp"]
+)
+def test_all_end_when_the_cable_is_cut(hosts, in_the_middle, tmp_path, overrides):
+    go = in_the_middle(*overrides)
+    hosts.cut()
+    on_a, on_b = assert_all_end(hosts, go)
+    assert "host host-b (rank 2) cannot be reached" in on_a
+    assert "host host-a (rank 0-1), which keeps the rendezvous store" in on_b
     assert not (tmp_path / "out" / "result.json").exists()
 
     (folder,) = (tmp_path / "out" / "ledger").iterdir()
@@ -117,3 +137,21 @@ def test_all_end_when_the_cable_is_cut(hosts, config, tmp_path, overrides):
     assert sorted(path.name for path in folder.glob("rank-*.bin")) == [
         f"rank-{rank}.bin" for rank in range(3)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [[], [SHARDED]], ids=["dp", "fsdp"])
+def test_all_end_when_a_host_loses_its_power(hosts, in_the_middle, overrides):
+    go = in_the_middle(*overrides)
+    hosts.kill(1)
+    on_a, _ = assert_all_end(hosts, go)
+    assert "host host-b (rank 2) cannot be reached" in on_a
+
+
+@pytest.mark.slow
+def test_all_end_when_the_launcher_that_keeps_the_store_is_killed(hosts, in_the_middle):
+    go = in_the_middle()
+    hosts.agents[0].kill()
+    on_a, on_b = assert_all_end(hosts, go)
+    assert "the launcher of host-a" in on_a or "the rendezvous store at" in on_a
+    assert "host host-a (rank 0-1), which keeps the rendezvous store" in on_b

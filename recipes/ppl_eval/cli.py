@@ -1,10 +1,12 @@
 """The `ppl-eval` command: everything around a run that `tune run` does not do."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppl_eval.launch import ENDPOINT, prepare, start
 from ppl_eval.settings import find_config, shipped_configs
 
 
@@ -31,6 +33,21 @@ def _parser() -> argparse.ArgumentParser:
     cp.add_argument("name", help="as `ppl-eval ls` shows it, for example smollm2/135M_ppl")
     cp.add_argument("path", type=Path, help="the new file, or a folder")
     cp.set_defaults(command=_cp)
+
+    launch = commands.add_parser(
+        "launch",
+        help="start a run on one or more nodes",
+        usage="ppl-eval launch --nnodes 2 --nproc_per_node 8 --rdzv_endpoint HOST:PORT -- --config NAME ...",
+        description="The same command on every node. Options are torchrun's; after -- come the recipe's.",
+    )
+    launch.add_argument("--nnodes", type=int, default=1, help="nodes of the run (default 1)")
+    launch.add_argument("--nproc_per_node", default="1", help="processes on this node: a number or gpu")
+    launch.add_argument(
+        "--rdzv_endpoint", default=os.environ.get(ENDPOINT), help="HOST:PORT of one of the nodes"
+    )
+    launch.add_argument("--rdzv_id", default="ppl_eval", help="name of the run (default ppl_eval)")
+    launch.add_argument("recipe_arguments", nargs="*", help=argparse.SUPPRESS)
+    launch.set_defaults(command=_launch)
 
     fetch = commands.add_parser("fetch", help="get the demo model")
     fetch.add_argument("name", help="smollm2-135m")
@@ -67,6 +84,18 @@ def _cp(arguments: argparse.Namespace) -> None:
         raise ValueError(f"the folder {target.parent} does not exist") from error
     print(
         f"{arguments.name} copied to {target}; run it with: tune run distributed_ppl_eval --config {target}"
+    )
+
+
+def _launch(arguments: argparse.Namespace) -> None:
+    start(
+        *prepare(
+            arguments.nnodes,
+            arguments.nproc_per_node,
+            arguments.rdzv_endpoint,
+            arguments.rdzv_id,
+            arguments.recipe_arguments,
+        )
     )
 
 

@@ -82,6 +82,8 @@ def _telling(world: World, watch: "_Watch | None") -> Iterator[None]:
 
 
 def _is_connection(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in _CONNECTION_WORDS)
 

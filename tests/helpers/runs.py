@@ -11,6 +11,7 @@ from typing import Any
 BIN = Path(sys.executable).parent
 TUNE = str(BIN / "tune")
 TORCHRUN = str(BIN / "torchrun")
+PPL_EVAL = str(BIN / "ppl-eval")
 
 
 @dataclass

@@ -14,7 +14,8 @@ from pathlib import Path
 from helpers.runs import TORCHRUN
 
 NAMES = ("host-a", "host-b")
-PORT = 29400
+
+ENDPOINT = "10.93.7.1:29400"
 
 
 def why_not() -> str | None:
@@ -46,24 +47,28 @@ class TwoHosts:
     def launch(
         self, nproc_per_node: tuple[int, int], *command: str, env: dict[str, str] | None = None
     ) -> list[subprocess.Popen[str]]:
-        """Start an agent on each host; stdout and stderr come together."""
-        self.agents = [
-            self._agent(host, nproc, command, env or {}) for host, nproc in enumerate(nproc_per_node)
-        ]
+        """Start torchrun with a command on each host."""
+        commands = [(TORCHRUN, "--nproc_per_node", str(nproc), *command) for nproc in nproc_per_node]
+        rendezvous = {"PET_NNODES": "2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": ENDPOINT}
+        return self.start(commands, {**rendezvous, "PET_RDZV_ID": self.tag, **(env or {})})
+
+    def start(self, commands: list[tuple[str, ...]], env: dict[str, str]) -> list[subprocess.Popen[str]]:
+        """Start a command on each host; stdout and stderr come together."""
+        self.agents = [self._process(host, command, env) for host, command in enumerate(commands)]
         return self.agents
 
-    def _agent(
-        self, host: int, nproc: int, command: tuple[str, ...], env: dict[str, str]
-    ) -> subprocess.Popen[str]:
+    def _process(self, host: int, command: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[str]:
         enter = ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", "sh", "-c"]
-        agent = [
-            *(TORCHRUN, "--nnodes", "2", "--nproc_per_node", str(nproc), "--rdzv_backend", "c10d"),
-            *("--rdzv_endpoint", f"{address(0)}:{PORT}", "--rdzv_id", self.tag),
-            *("--rdzv_conf", f"is_host={int(host == 0)}", "--local_addr", address(host)),
-        ]
+        here = {
+            "GLOO_SOCKET_IFNAME": self.interface(host),
+            # No name server knows these hosts, so they cannot see by themselves which of them is meant.
+            "PET_RDZV_CONF": f"is_host={int(host == 0)}",
+            "PET_LOCAL_ADDR": address(host),
+            "OMP_NUM_THREADS": "1",
+        }
         return subprocess.Popen(
-            [*enter, f'hostname {NAMES[host]}; exec "$@"', "sh", *agent, *command],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": self.interface(host), "OMP_NUM_THREADS": "1", **env},
+            [*enter, f'hostname {NAMES[host]}; exec "$@"', "sh", *command],
+            env={**os.environ, **here, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
