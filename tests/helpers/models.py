@@ -48,31 +48,6 @@ def _phi3_with_longrope() -> TransformerDecoder:
     return model
 
 
-_GEMMA2 = {**_GEMMA, "hidden_capping_value": 5.0, "final_capping_value": 3.0, "sliding_window_size": 7}
-
-
-def _mistral_with_window(window: int, **sizes: int) -> TransformerDecoder:
-    model = mistral(**{**_GROUPED, **sizes}, intermediate_dim=36)
-    for layer in model.layers:
-        attention.install(layer.attn, window=window)
-    return model
-
-
-def _corrected_gemma2(**sizes: int) -> TransformerDecoder:
-    model = gemma2(**{**_GEMMA2, **sizes})
-    families.correct(model, "torchtune.models.gemma2.gemma2", None)
-    return model
-
-
-def _phi3_with_longrope() -> TransformerDecoder:
-    model = phi3(**_GROUPED, intermediate_dim=36)
-    # Batches longer than 20 tokens turn to the long factors: the tests have some on both sides.
-    rope = Phi3RoPE(4, 2, 10_000.0, short_factor=[1.0], long_factor=[3.0], original_max_seq_len=30)
-    for layer in model.layers:
-        layer.attn.pos_embeddings = rope
-    return model
-
-
 BUILDERS: dict[str, Callable[[], TransformerDecoder]] = {
     "llama2": lambda: llama2(**_SIZES, intermediate_dim=36),
     "llama3": lambda: llama3_1(**_GROUPED, intermediate_dim=36),
