@@ -18,7 +18,6 @@ FOUND_BY_NAME = (
     "model-00001-of-00001.bin",
 )
 ADAPTER_FILES = ("adapter_model.pt", "adapter_model.safetensors", "adapter_model.bin")
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def weights_folder(cfg: Mapping[str, Any], notes: list[str]) -> Path:

@@ -49,7 +49,6 @@ class World:
         rank: number of this process.
         world_size: processes of the run.
         local_rank: number of this process on its node.
-        local_world_size: processes of this node.
         node: number of this node, as the launcher counts.
         host: its name.
         store: key-value store that all of them share.
@@ -60,7 +59,6 @@ class World:
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
     node: str
     host: str
     store: dist.Store
@@ -71,11 +69,6 @@ class World:
     def where(self) -> str:
         """This process, for messages."""
         return f"rank {self.rank} on {self.host}"
-
-    def say(self, message: str) -> None:
-        """One line on rank 0."""
-        if self.rank == 0:
-            print(message, file=sys.stderr, flush=True)
 
     def agree(
         self, phase: str, work: Callable[[], T], facts: Callable[[T], Mapping[str, Any]] = lambda _: {}
@@ -243,7 +236,6 @@ def connect(timeout_seconds: float) -> World:
         rank=int(env.get("RANK", "0")),
         world_size=int(env.get("WORLD_SIZE", "1")),
         local_rank=int(env.get("LOCAL_RANK", "0")),
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
         node=env.get("GROUP_RANK", host),
         host=host,
         store=store,
