@@ -1,7 +1,7 @@
 """Throughput and peak memory of the recipe against a plain transformers loop, both as whole processes, in
 turns.
 
-    python benchmarks/throughput.py [--windows 16] [--length 1024] [--rounds 5]
+    python benchmarks/throughput.py [--windows 16] [--length 1024] [--batch 1] [--rounds 5]
 
 Same model (SmolLM2-135M, bfloat16), same windows, one process each with all cores. The loop keeps full
 logits, takes their log-softmax in float32 and adds up in float64, as evaluation scripts do. Prints every
@@ -22,17 +22,18 @@ LOOP = """
 import sys, torch
 from pydoc_data.topics import topics
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, windows, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, (windows, length, batch) = sys.argv[1], map(int, sys.argv[2:5])
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 text = "\\n\\n".join(topics[name] for name in sorted(topics))
 ids = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
 nll_sum, num_tokens = 0.0, 0
 with torch.no_grad():
-    for begin in range(0, windows * length, length):
-        window = torch.tensor([ids[begin : begin + length]])
-        log_probs = torch.log_softmax(model(window).logits[:, :-1].float(), dim=-1)
-        nll_sum -= log_probs.gather(2, window[:, 1:, None]).double().sum().item()
-        num_tokens += length - 1
+    for begins in torch.arange(0, windows * length, length).split(batch):
+        tokens = torch.tensor([ids[begin : begin + length] for begin in begins.tolist()])
+        log_probs = torch.log_softmax(model(tokens).logits[:, :-1].float(), dim=-1)
+        nll = -log_probs.gather(2, tokens[:, 1:, None])
+        nll_sum += nll.double().sum().item()
+        num_tokens += nll.numel()
 print(nll_sum, num_tokens)
 """
 
@@ -44,6 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     from ppl_eval.fetch import fetch
@@ -56,14 +58,15 @@ def main() -> None:
             "distributed_ppl_eval",
             "--config",
             "smollm2/135M_ppl",
-            "batch_size=1",
+            f"batch_size={options.batch}",
         ]
         recipe += [
             f"max_windows={options.windows}",
             f"protocol.max_seq_len={options.length}",
             f"output_dir={scratch}",
         ]
-        loop = [sys.executable, "-c", LOOP, str(folder), str(options.windows), str(options.length)]
+        loop = [sys.executable, "-c", LOOP, str(folder), str(options.windows)]
+        loop += [str(options.length), str(options.batch)]
         rounds = []
         for number in range(options.rounds):
             ours, theirs = measure(recipe), measure(loop)

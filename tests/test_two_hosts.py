@@ -8,7 +8,7 @@ import pytest
 
 from helpers import two_hosts
 from helpers.runs import PPL_EVAL, many, result_of
-from helpers.tiny import write_config
+from helpers.tiny import MODEL, write_config, write_model, write_tokenizer
 from ppl_eval.ledger import read_ledger
 
 HELPERS = Path(__file__).parent / "helpers"
@@ -91,6 +91,26 @@ def test_tensor_parallel_across_the_cable(hosts, config, tmp_path):
     assert [agent.returncode for agent in hosts.agents] == [0, 0], "\n".join(outputs)
     split = result_of(tmp_path / "split")
     assert (split["parallel"]["tp"], split["parallel"]["num_nodes"]) == (2, 2)
+    assert split["coverage"] == alone["coverage"]
+    assert split["nll_sum"] == pytest.approx(alone["nll_sum"], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc_per_node", [(2, 1), (2, 2)], ids=["2+1", "2+2"])
+def test_tensor_parallel_over_all_ranks_of_two_hosts(hosts, tiny, tmp_path, private_home, nproc_per_node):
+    sizes = {"num_heads": 12, "num_kv_heads": 12, "embed_dim": 96, "intermediate_dim": 144}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tokenizer(folder)
+    write_model(folder, **sizes)
+    config = write_config(
+        tmp_path / "config.yaml", folder, tiny.text, max_windows=13, model={**MODEL, **sizes}
+    )
+    alone = one_process(config, tmp_path)
+    split = across(
+        hosts, config, tmp_path, nproc_per_node, {"tp": [f"tensor_parallel_dim={sum(nproc_per_node)}"]}
+    )["tp"]
+    assert split["parallel"]["tp"] == sum(nproc_per_node)
     assert split["coverage"] == alone["coverage"]
     assert split["nll_sum"] == pytest.approx(alone["nll_sum"], rel=1e-6)
 

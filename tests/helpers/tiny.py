@@ -22,6 +22,7 @@ SHAPE = {
     "norm_eps": 1e-5,
     "scale_factor": 1,
 }
+MODEL = {"_component_": "torchtune.models.llama3_2.llama3_2", **SHAPE}
 TEXT = "\n".join(
     f"Line {i}: the quick brown fox, number {i * i}, jumps over {i % 7} lazy dogs; naïve café 漢字 🙂."
     for i in range(120)
@@ -50,22 +51,29 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def write_model(folder: Path, seed: int = 0) -> Any:
+def write_model(folder: Path, seed: int = 0, **sizes: int) -> Any:
     """Write a random llama with tied embeddings by transformers; its logits are far from uniform. Returns the
-    model."""
+    model.
+
+    Args:
+        folder: where to write it.
+        seed: of its weights.
+        **sizes: sizes other than those of ``SHAPE``.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    shape = {**SHAPE, **sizes}
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=SHAPE["embed_dim"],
-        intermediate_size=SHAPE["intermediate_dim"],
-        num_hidden_layers=SHAPE["num_layers"],
-        num_attention_heads=SHAPE["num_heads"],
-        num_key_value_heads=SHAPE["num_kv_heads"],
-        max_position_embeddings=SHAPE["max_seq_len"],
-        rms_norm_eps=SHAPE["norm_eps"],
-        rope_theta=float(SHAPE["rope_base"]),
+        hidden_size=shape["embed_dim"],
+        intermediate_size=shape["intermediate_dim"],
+        num_hidden_layers=shape["num_layers"],
+        num_attention_heads=shape["num_heads"],
+        num_key_value_heads=shape["num_kv_heads"],
+        max_position_embeddings=shape["max_seq_len"],
+        rms_norm_eps=shape["norm_eps"],
+        rope_theta=float(shape["rope_base"]),
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
@@ -94,7 +102,7 @@ def write_config(path: Path, folder: Path, text: Path, **keys: Any) -> Path:
     """
     config = {
         "output_dir": str(path.parent / "out"),
-        "model": {"_component_": "torchtune.models.llama3_2.llama3_2", **SHAPE},
+        "model": MODEL,
         "tokenizer": {
             "_component_": "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
             "tokenizer_json_path": str(folder / "tokenizer.json"),
