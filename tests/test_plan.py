@@ -142,3 +142,11 @@ def test_a_plan_of_a_billion_windows_takes_no_memory():
     assert plan.batch_windows(plan.num_batches - 1).start.tolist() == [
         2048 * (10**9 - k) for k in range(8, 0, -1)
     ]
+
+
+def test_windows_left_out_on_request_are_noted():
+    data = token_data([40])
+    assert plan_for(data, protocols.disjoint(4), max_windows=3).notes() == [
+        "max_windows: only the first 3 of 10 windows are scored"
+    ]
+    assert not any("max_windows" in note for note in plan_for(data, protocols.disjoint(4)).notes())

@@ -118,11 +118,6 @@ class ParallelDims:
         return rank % self.peers == 0
 
     @property
-    def dp_enabled(self) -> bool:
-        """Whether different processes score different windows."""
-        return self.dp_degree > 1
-
-    @property
     def fsdp_enabled(self) -> bool:
         """Whether parameters are sharded; context-parallel ranks share them like FSDP ranks do."""
         return self.dp_shard * self.cp > 1

@@ -63,10 +63,12 @@ class Plan:
         return self.windows(first, min(first + self.batch_size, self.num_windows))
 
     def notes(self) -> list[str]:
-        """What a reader of the result must know about dropped tails and cut samples."""
-        if self.protocol.notes is None or not self.is_whole:
-            return []
-        return self.protocol.notes(self.length_D)
+        """What a reader of the result must know about windows, tails and samples that are left out."""
+        if not self.is_whole:
+            return [
+                f"max_windows: only the first {self.num_windows} of {self.first_window_D1[-1]} windows are scored"
+            ]
+        return [] if self.protocol.notes is None else self.protocol.notes(self.length_D)
 
     def expected_targets(self) -> int:
         """Targets that the plan says must be scored, before any label mask.
