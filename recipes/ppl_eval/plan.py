@@ -65,9 +65,8 @@ class Plan:
     def notes(self) -> list[str]:
         """What a reader of the result must know about windows, tails and samples that are left out."""
         if not self.is_whole:
-            return [
-                f"max_windows: only the first {self.num_windows} of {self.first_window_D1[-1]} windows are scored"
-            ]
+            in_all = int(self.first_window_D1[-1])
+            return [f"max_windows: only the first {self.num_windows} of {in_all} windows are scored"]
         return [] if self.protocol.notes is None else self.protocol.notes(self.length_D)
 
     def expected_targets(self) -> int:
