@@ -8,13 +8,15 @@ Each rank scores the batches that are its own, adds NLL and tokens up in integer
 end joins the sums: see ``ppl_eval``, one idea a module.
 """
 
+import gc
 import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +98,9 @@ class DistributedPPLEvalRecipe:
 
     def evaluate(self) -> None:
         """Score this rank's batches, then add up over all ranks."""
-        import torch
         from torchdata.stateful_dataloader import StatefulDataLoader
 
+        from ppl_eval import lanes
         from ppl_eval.batches import WindowBatches, expected_lanes
         from ppl_eval.ledger import records_of
         from ppl_eval.progress import Progress
@@ -124,20 +126,23 @@ class DistributedPPLEvalRecipe:
             sampler=sampler,
             num_workers=0,
         )
+        score = partial(score_batch, self.model.scorer, device=self.device)
+        # A forward that is shared with other ranks, or compiled, is not for two threads at once.
+        alone = dims.dp_shard == dims.peers == 1 and not settings.compile
+        batch_tokens = plan.batch_size * plan.protocol.max_seq_len
+        num_lanes = lanes.number_of_lanes(self.device, alone, batch_tokens)
         progress = Progress(expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
 
         begin = time.monotonic()
-        with torch.no_grad():
-            for batch in loader:
-                scores = score_batch(self.model.scorer, batch, self.device)
-                check_finite(batch, scores, world.where)
-                if not counted:
-                    continue  # A peer scored the same windows, and counts them.
-                self.tally.add(batch, scores)
-                self.ledger.append(records_of(batch, scores))
-                if rounded_nll is not None:
-                    rounded_nll.add(scores.nll_sum_B)
-                progress.update(totals)
+        for batch, scores in lanes.map_in_lanes(score, loader, num_lanes):
+            check_finite(batch, scores, world.where)
+            if not counted:
+                continue  # A peer scored the same windows, and counts them.
+            self.tally.add(batch, scores)
+            self.ledger.append(records_of(batch, scores))
+            if rounded_nll is not None:
+                rounded_nll.add(scores.nll_sum_B)
+            progress.update(totals)
         progress.close()
         self.timing["score_seconds"] = time.monotonic() - begin
         self.tokens_here = totals.num_tokens
@@ -237,6 +242,18 @@ def _quieten_libraries() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+@contextmanager
+def _long_lived_objects() -> Iterator[None]:
+    # Imports and models make a million objects that live to the end. Looking through them for garbage, again
+    # and again and once more at exit, takes a second and a half and finds none.
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def run(argv: Sequence[str]) -> int:
     """Run the recipe with these arguments; returns the exit code."""
     _quieten_libraries()
@@ -257,7 +274,8 @@ def run(argv: Sequence[str]) -> int:
         world.agree(FIRST_PHASE, settled, lambda s: environment_facts(s.written))
         recipe = DistributedPPLEvalRecipe(settings, world)
         resources.callback(recipe.cleanup)
-        recipe.setup()
+        with _long_lived_objects():
+            recipe.setup()
         recipe.evaluate()
         return recipe.save_checkpoint()
 

@@ -1,6 +1,8 @@
 """Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
 in float32."""
 
+import threading
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -73,7 +75,7 @@ class ScoringModel(nn.Module):
         decoder: a torchtune decoder. Its ``unembed`` is replaced by the final norm alone: the logits of a
             whole batch never exist.
         max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them
-            included.
+            included, and however many threads call ``forward``: they take turns at the head.
         vocab_group: the ranks over which the head's rows are split (``tensor_parallel.split_model``); None if
             each rank has them all.
         sequence_group: the ranks over which sequences are split (``context_parallel.split_attention``); None
@@ -91,6 +93,7 @@ class ScoringModel(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.sequence_group = sequence_group
+        self._at_head = threading.Lock()
         self.vocab_columns = vocab_size = decoder.tok_embeddings.num_embeddings
         self.vocab_start, self.vocab_group = 0, vocab_group
         if vocab_group is not None:
@@ -133,7 +136,7 @@ class ScoringModel(nn.Module):
         softcap = getattr(self.decoder, "final_logit_softcap", None)
         nll_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
         correct_N = torch.empty(len(targets_N), dtype=torch.bool, device=hidden_ND.device)
-        with sharding.whole_head(self.decoder):
+        with self._at_head, sharding.whole_head(self.decoder):
             for first in range(0, len(targets_N), self.rows_per_chunk):
                 chunk = slice(first, first + self.rows_per_chunk)
                 logits_NV = self.decoder.output(hidden_ND[chunk]).float()
@@ -163,6 +166,7 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -
     return max_logits_bytes // bytes_per_row
 
 
+@torch.no_grad()
 def score_batch(scorer: ScoringModel, batch: Batch, device: torch.device) -> WindowScores:
     """Score a batch on a device; one forward, whatever is in it."""
     labels_BT = batch.labels_BT.to(device)
