@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
+
+from ppl_eval import host_attention
 
 # Queries handled at once where a mask or a score matrix must be written out. The constant is part of the
 # result's bits: a block's shape decides which kernel runs.
@@ -29,6 +32,7 @@ def attend(
     softcap: float | None = None,
     scale: float | None = None,
     query_offset: int = 0,
+    queries_per_key: int = 1,
 ) -> Tensor:
     """Attends like torchtune's `MultiHeadAttention._attention_call`, whose place it takes.
 
@@ -47,6 +51,7 @@ def attend(
         softcap: Scores become softcap * tanh(score / softcap) before the softmax (Gemma 2).
         scale: Factor on the scores; None for D ** -0.5.
         query_offset: Number of keys before the first query, when queries are a part of the sequence.
+        queries_per_key: Heads in a row that have the same keys and values, which may save work.
 
     Returns:
         The attended values, [B, H, T, D].
@@ -65,6 +70,8 @@ def attend(
     if window is not None and window >= num_keys:
         window = None
     if softcap is None and window is None and mask is None and query_offset == 0 and num_queries == num_keys:
+        if host_attention.is_faster(q_BHTD):
+            return host_attention.causal(q_BHTD, k_BHSD, v_BHSD, scale, queries_per_key)
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=True, scale=scale)
     blocks = []
     for begin in range(0, num_queries, QUERY_BLOCK):
@@ -111,20 +118,28 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float, scale
 
 
 def install(
-    attn: nn.Module, *, window: int | None, softcap: float | None = None, scale: float | None = None
+    attn: MultiHeadAttention, *, window: int | None, softcap: float | None = None, scale: float | None = None
 ) -> None:
     """Makes a torchtune `MultiHeadAttention` attend through `attend` with these constants.
 
     `attn.sliding_window` is set too, so that a split of the sequence over ranks can see it.
     """
-    call: Any = partial(attend, window=window, softcap=softcap, scale=scale)
+    queries_per_key = attn.num_heads // attn.num_kv_heads
+    call: Any = partial(attend, window=window, softcap=softcap, scale=scale, queries_per_key=queries_per_key)
     attn._attention_call = call
-    attn.sliding_window = window  # type: ignore[assignment]
+    attn.sliding_window = window
 
 
 def installed(attn: nn.Module) -> Mapping[str, Any]:
     """The window, softcap and scale that `install` gave to this attention; all None if it never did."""
     call = getattr(attn, "_attention_call", None)
-    if isinstance(call, partial) and call.func is attend:
-        return call.keywords
-    return {"window": None, "softcap": None, "scale": None}
+    given = call.keywords if isinstance(call, partial) and call.func is attend else {}
+    return {name: given.get(name) for name in ("window", "softcap", "scale")}
+
+
+def install_everywhere(decoder: TransformerDecoder) -> None:
+    """Lets the layers that still attend through torchtune's own call do so through `attend`."""
+    for layer in decoder.layers:
+        attn = layer.attn
+        if type(attn) is MultiHeadAttention and not isinstance(attn._attention_call, partial):
+            install(attn, window=None)
