@@ -134,7 +134,7 @@ class DistributedPPLEvalRecipe:
         progress = Progress(expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
 
         begin = time.monotonic()
-        for batch, scores in lanes.map_in_lanes(score, loader, num_lanes):
+        for batch, scores in lanes.map_in_lanes(score, loader, len(sampler), num_lanes):
             check_finite(batch, scores, world.where)
             if not counted:
                 continue  # A peer scored the same windows, and counts them.

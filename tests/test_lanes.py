@@ -13,20 +13,20 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("num_lanes", [1, 2, 3])
 @pytest.mark.parametrize("num_items", [0, 1, 2, 7])
 def test_results_come_in_the_order_of_the_items(num_lanes, num_items):
-    assert list(map_in_lanes(lambda x: x * x, range(num_items), num_lanes)) == [
+    assert list(map_in_lanes(lambda x: x * x, range(num_items), num_items, num_lanes)) == [
         (x, x * x) for x in range(num_items)
     ]
 
 
 def test_two_items_are_worked_on_at_once():
     meeting = threading.Barrier(2, timeout=60)
-    done = list(map_in_lanes(lambda _: meeting.wait() >= 0, range(4), 2))
+    done = list(map_in_lanes(lambda _: meeting.wait() >= 0, range(4), 4, 2))
     assert done == [(x, True) for x in range(4)]
 
 
 def test_no_more_than_a_lanes_worth_is_taken_ahead():
     taken = []
-    results = map_in_lanes(lambda x: x, (taken.append(x) or x for x in range(100)), 2)
+    results = map_in_lanes(lambda x: x, (taken.append(x) or x for x in range(100)), 100, 2)
     for number in range(5):
         assert next(results) == (number, number)
         assert len(taken) <= number + 3
@@ -40,17 +40,23 @@ def test_an_error_comes_where_its_result_would_have(num_lanes):
             raise ValueError("item 2 is bad")
         return -x
 
-    results = map_in_lanes(invert, range(9), num_lanes)
+    results = map_in_lanes(invert, range(9), 9, num_lanes)
     assert [next(results), next(results)] == [(0, 0), (1, -1)]
     with pytest.raises(ValueError, match="item 2 is bad"):
         next(results)
+
+
+def test_what_does_not_divide_comes_first_on_all_threads():
+    names = [name for _, name in map_in_lanes(lambda _: threading.current_thread().name, range(5), 5, 2)]
+    assert names[0] == threading.current_thread().name
+    assert {name.partition("_")[0] for name in names[1:]} == {"lane"}
 
 
 def test_threads_are_divided_and_given_back():
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        threads = [n for _, n in map_in_lanes(lambda _: torch.get_num_threads(), range(6), 2)]
+        threads = [n for _, n in map_in_lanes(lambda _: torch.get_num_threads(), range(6), 6, 2)]
         assert threads == [2] * 6
         assert torch.get_num_threads() == 4
     finally:

@@ -8,6 +8,7 @@ for any number of threads, so lanes change no bit of a result.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -36,14 +37,19 @@ def number_of_lanes(device: torch.device, alone: bool, batch_tokens: int) -> int
     return min(MAX_LANES, torch.get_num_threads())
 
 
-def map_in_lanes(function: Callable[[T], R], items: Iterable[T], num_lanes: int) -> Iterator[tuple[T, R]]:
+def map_in_lanes(
+    function: Callable[[T], R], items: Iterable[T], num_items: int, num_lanes: int
+) -> Iterator[tuple[T, R]]:
     """Each item with what `function` makes of it, in the order of the items; `num_lanes` of them at once.
 
     An error of `function` is raised where its result would have come. Items are taken a lane's worth ahead of
-    the results.
+    the results. What does not divide by the lanes comes first, one by one on all threads, so that no lane
+    stands still at the end.
     """
+    items = iter(items)
+    for item in islice(items, num_items % num_lanes if num_lanes > 1 else None):
+        yield item, function(item)
     if num_lanes == 1:
-        yield from ((item, function(item)) for item in items)
         return
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(

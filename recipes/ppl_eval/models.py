@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval import attention, config_check, families, parallel
+from ppl_eval import attention, config_check, families, parallel, rotary
 from ppl_eval.calibration import Share, run_alone
 from ppl_eval.checkpoints import LoadedCheckpoint
 from ppl_eval.components import instantiate
@@ -126,8 +126,9 @@ def load_model(
     num_parameters = count_parameters(decoder)
     state_dict = checkpoint.state_dict
     decoder.eval().requires_grad_(False)
-    if device.type == "cpu":
+    if device.type == "cpu" and not settings.compile:
         attention.install_everywhere(decoder)
+        rotary.install(decoder)
     whole = settings.quantizer is not None or any(map(is_quantized, state_dict.meta.values()))
     if whole:
         dims.check_quantized()
