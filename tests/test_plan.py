@@ -37,18 +37,28 @@ def test_batch_tensors_by_hand():
     data = token_data([11])
     batches = WindowBatches(plan_for(data, protocols.disjoint(4, keep_tail=True)), data)
     first, last = batches[0], batches[1]
-    assert first.tokens_BT.tolist() == [[100, 101, 102], [104, 105, 106]]
-    assert first.labels_BT.tolist() == [[101, 102, 103], [105, 106, 107]]
+    # Padded to a multiple of 8, but no longer than the model may see at once: 4.
+    assert first.tokens_BT.tolist() == [[100, 101, 102, 0], [104, 105, 106, 0]]
+    assert first.labels_BT.tolist() == [[101, 102, 103, -100], [105, 106, 107, -100]]
     assert first.window_ids_B.tolist() == [0, 1]
-    assert last.tokens_BT.tolist() == [[108, 109]]
-    assert last.labels_BT.tolist() == [[109, 110]]
+    assert last.tokens_BT.tolist() == [[108, 109, 0, 0]]
+    assert last.labels_BT.tolist() == [[109, 110, -100, -100]]
+
+
+def test_inputs_are_padded_to_a_multiple_of_8():
+    data = token_data([30])
+    widths = [
+        WindowBatches(plan_for(data, protocols.disjoint(length)), data)[0].tokens_BT.shape[1]
+        for length in (7, 9, 10, 16, 17, 18)
+    ]
+    assert widths == [7, 8, 10, 16, 16, 18]
 
 
 def test_short_windows_are_padded_and_their_padding_is_not_scored():
     data = token_data([7])
     batch = WindowBatches(plan_for(data, protocols.disjoint(4, keep_tail=True)), data)[0]
-    assert batch.tokens_BT.tolist() == [[100, 101, 102], [104, 105, 0]]
-    assert batch.labels_BT.tolist() == [[101, 102, 103], [105, 106, -100]]
+    assert batch.tokens_BT.tolist() == [[100, 101, 102, 0], [104, 105, 0, 0]]
+    assert batch.labels_BT.tolist() == [[101, 102, 103, -100], [105, 106, -100, -100]]
 
 
 def test_masked_labels_are_neither_scored_nor_counted():
@@ -57,7 +67,7 @@ def test_masked_labels_are_neither_scored_nor_counted():
     data = token_data([8], labels)
     plan = plan_for(data, protocols.disjoint(4))
     batch = WindowBatches(plan, data)[0]
-    assert batch.labels_BT.tolist() == [[101, -100, -100], [105, 106, 107]]
+    assert batch.labels_BT.tolist() == [[101, -100, -100, -100], [105, 106, 107, -100]]
     only = coverage.lanes_of(np.zeros(4, dtype=np.int64), np.array([1, 5, 6, 7]))
     assert batch.scored_lanes.tolist() == only.tolist()
     assert expected_lanes(plan, data, 0, 1).tolist() == only.tolist()
