@@ -60,7 +60,8 @@ def test_of_equal_logits_the_first_is_the_most_likely_token():
 
 def test_rows_per_chunk_counts_every_copy():
     assert rows_per_chunk(1000, torch.float32, 8000 * 5) == 5
-    assert rows_per_chunk(1000, torch.bfloat16, 10_000 * 5) == 5
+    assert rows_per_chunk(1000, torch.bfloat16, 8000 * 5) == 5
+    assert rows_per_chunk(1000, torch.float64, 12_000 * 5) == 5
     with pytest.raises(ValueError, match="raise max_logits_mib"):
         rows_per_chunk(1000, torch.float32, 7999)
 

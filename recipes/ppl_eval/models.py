@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtune import training
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval import attention, config_check, families, parallel, rotary
+from ppl_eval import attention, config_check, families, lanes, parallel, rotary
 from ppl_eval.calibration import Share, run_alone
 from ppl_eval.checkpoints import LoadedCheckpoint
 from ppl_eval.components import instantiate
@@ -134,6 +134,9 @@ def load_model(
         dims.check_quantized()
     whole = whole or not (dims.fsdp_enabled or dims.tp_enabled)
     plan = settings.tensor_parallel_plan
+    # Lanes have logits at the same time. Without lanes a CPU cuts the same chunks: their shape is part of the
+    # bits.
+    chunks_at_once = lanes.MAX_LANES if device.type == "cpu" else 1
 
     def split() -> parallel.SplitModel:
         return parallel.split_model(
@@ -141,7 +144,7 @@ def load_model(
             dims,
             mesh,
             device,
-            max_logits_bytes=int(settings.max_logits_mib * 2**20),
+            max_logits_bytes=int(settings.max_logits_mib * 2**20) // chunks_at_once,
             shard=not whole,
             plan=None if plan is None else instantiate("tensor_parallel_plan", plan),
             reshard_after_forward=settings.fsdp_reshard_after_forward,

@@ -1,8 +1,6 @@
 """Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
 in float32."""
 
-import threading
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -75,7 +73,7 @@ class ScoringModel(nn.Module):
         decoder: a torchtune decoder. Its ``unembed`` is replaced by the final norm alone: the logits of a
             whole batch never exist.
         max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them
-            included, and however many threads call ``forward``: they take turns at the head.
+            included.
         vocab_group: the ranks over which the head's rows are split (``tensor_parallel.split_model``); None if
             each rank has them all.
         sequence_group: the ranks over which sequences are split (``context_parallel.split_attention``); None
@@ -93,7 +91,6 @@ class ScoringModel(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.sequence_group = sequence_group
-        self._at_head = threading.Lock()
         self.vocab_columns = vocab_size = decoder.tok_embeddings.num_embeddings
         self.vocab_start, self.vocab_group = 0, vocab_group
         if vocab_group is not None:
@@ -136,7 +133,7 @@ class ScoringModel(nn.Module):
         softcap = getattr(self.decoder, "final_logit_softcap", None)
         nll_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
         correct_N = torch.empty(len(targets_N), dtype=torch.bool, device=hidden_ND.device)
-        with self._at_head, sharding.whole_head(self.decoder):
+        with sharding.whole_head(self.decoder):
             for first in range(0, len(targets_N), self.rows_per_chunk):
                 chunk = slice(first, first + self.rows_per_chunk)
                 logits_NV = self.decoder.output(hidden_ND[chunk]).float()
@@ -151,17 +148,17 @@ class ScoringModel(nn.Module):
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -> int:
     """Scored rows that go through the head at once.
 
-    A row's logits exist in the model's dtype, in float32 and as the float32 exponential, all at the same
-    moment.
+    A row's logits exist in float32 and, one after the other, in the model's dtype and as log-probabilities in
+    float32.
 
     Raises:
         ValueError: if not even one row fits.
     """
-    bytes_per_row = vocab_size * (dtype.itemsize * (dtype != torch.float32) + 4 + 4)
+    bytes_per_row = vocab_size * (4 + max(dtype.itemsize, 4))
     if bytes_per_row > max_logits_bytes:
         raise ValueError(
-            f"max_logits_mib allows {max_logits_bytes / 2**20:g} MiB, but the logits of one token of this"
-            f" vocabulary ({vocab_size}) take {bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
+            f"max_logits_mib leaves a chunk {max_logits_bytes / 2**20:g} MiB, but the logits of one token of"
+            f" this vocabulary ({vocab_size}) take {bytes_per_row / 2**20:.2f} MiB; raise max_logits_mib"
         )
     return max_logits_bytes // bytes_per_row
 
