@@ -27,7 +27,6 @@ class Family:
         hf_model_type: `model_type` in config.json.
         converter: Dotted path of torchtune's function from Hugging Face's names and layouts to its own.
         hf_adds_bos: Whether the published Hugging Face tokenizer prepends BOS to a text by itself.
-        tied: Whether head and embeddings share weights; None where a builder's argument decides.
         corrections: What is mended in the built model, in this order.
     """
 
@@ -37,7 +36,6 @@ class Family:
     hf_model_type: str
     converter: str
     hf_adds_bos: bool
-    tied: bool | None
     corrections: tuple[Correction, ...] = ()
 
     @property
@@ -58,28 +56,26 @@ _GEMMA2_FIXES = (fix.gemma2_builder_caps, fix.gemma2_final_softcap, fix.gemma2_l
 _PHI_FIXES = (fix.phi4_rope_base, fix.phi3_rotary, fix.sliding_windows)
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama2", _LLAMA2, "LLAMA2", "llama", _LLAMA_CONVERTER, True, False),
-    Family("code_llama2", _LLAMA2, "LLAMA2", "llama", _LLAMA_CONVERTER, True, False),
-    Family("llama3", "torchtune.models.llama3.llama3", "LLAMA3", "llama", _LLAMA_CONVERTER, True, False),
-    Family("llama3_1", _LLAMA3_1, "LLAMA3", "llama", _LLAMA_CONVERTER, True, False),
+    Family("llama2", _LLAMA2, "LLAMA2", "llama", _LLAMA_CONVERTER, True),
+    Family("code_llama2", _LLAMA2, "LLAMA2", "llama", _LLAMA_CONVERTER, True),
+    Family("llama3", "torchtune.models.llama3.llama3", "LLAMA3", "llama", _LLAMA_CONVERTER, True),
+    Family("llama3_1", _LLAMA3_1, "LLAMA3", "llama", _LLAMA_CONVERTER, True),
     # SmolLM2 is built by this family's component too (scale_factor 1); its tokenizer adds no BOS.
+    Family("llama3_2", "torchtune.models.llama3_2.llama3_2", "LLAMA3_2", "llama", _LLAMA_CONVERTER, True),
+    Family("llama3_3", _LLAMA3_1, "LLAMA3", "llama", _LLAMA_CONVERTER, True),
     Family(
-        "llama3_2", "torchtune.models.llama3_2.llama3_2", "LLAMA3_2", "llama", _LLAMA_CONVERTER, True, None
-    ),
-    Family("llama3_3", _LLAMA3_1, "LLAMA3", "llama", _LLAMA_CONVERTER, True, False),
-    Family(
-        *("mistral", "torchtune.models.mistral.mistral", "MISTRAL", "mistral", _LLAMA_CONVERTER, True, False),
+        *("mistral", "torchtune.models.mistral.mistral", "MISTRAL", "mistral", _LLAMA_CONVERTER, True),
         corrections=(fix.sliding_windows,),
     ),
-    Family("gemma", "torchtune.models.gemma.gemma", "GEMMA", "gemma", _LLAMA_CONVERTER, True, True),
+    Family("gemma", "torchtune.models.gemma.gemma", "GEMMA", "gemma", _LLAMA_CONVERTER, True),
     Family(
-        *("gemma2", "torchtune.models.gemma2.gemma2", "GEMMA2", "gemma2", _GEMMA2_CONVERTER, True, True),
+        *("gemma2", "torchtune.models.gemma2.gemma2", "GEMMA2", "gemma2", _GEMMA2_CONVERTER, True),
         corrections=_GEMMA2_FIXES,
     ),
-    Family("phi3", _PHI3, "PHI3_MINI", "phi3", _PHI_CONVERTER, False, False, _PHI_FIXES),
-    Family("phi4", _PHI3, "PHI4", "phi3", _PHI_CONVERTER, False, False, _PHI_FIXES),
-    Family("qwen2", _QWEN2, "QWEN2", "qwen2", _QWEN_CONVERTER, False, None, (fix.sliding_windows,)),
-    Family("qwen2_5", _QWEN2, "QWEN2", "qwen2", _QWEN_CONVERTER, False, None, (fix.sliding_windows,)),
+    Family("phi3", _PHI3, "PHI3_MINI", "phi3", _PHI_CONVERTER, False, _PHI_FIXES),
+    Family("phi4", _PHI3, "PHI4", "phi3", _PHI_CONVERTER, False, _PHI_FIXES),
+    Family("qwen2", _QWEN2, "QWEN2", "qwen2", _QWEN_CONVERTER, False, (fix.sliding_windows,)),
+    Family("qwen2_5", _QWEN2, "QWEN2", "qwen2", _QWEN_CONVERTER, False, (fix.sliding_windows,)),
 )
 
 

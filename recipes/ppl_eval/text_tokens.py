@@ -83,14 +83,16 @@ def write_text_tokens(
     Raises:
         ValueError: if there is no text, or it changed since it was hashed.
     """
-    encoding = encoder.encoding
-    try:
+
+    def write(encoding: Encoding) -> dict[str, Any]:
         return _Writing(folder, source, encoder, join, bos_tokens, word_separator).run(encoding, expected)
+
+    try:
+        return write(encoder.encoding)
     except SeamError:
         shutil.rmtree(folder)
         folder.mkdir()
-        whole = replace(encoding, cut_every=None, one_call="its pieces did not fit together")
-        return _Writing(folder, source, encoder, join, bos_tokens, word_separator).run(whole, expected)
+        return write(replace(encoder.encoding, cut_every=None, one_call="its pieces did not fit together"))
 
 
 class _Writing:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama3 import llama3
 from torchtune.modules import TransformerDecoder
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from helpers.tiny import trained_tokenizer
 from ppl_eval import metrics
 from ppl_eval.batches import WindowBatches
 from ppl_eval.bos import check_bos_tokens, for_tokenizer, prefix_token
@@ -64,16 +65,7 @@ def tiny_llama() -> tuple[LlamaForCausalLM, TransformerDecoder]:
 
 def tiny_tokenizer(text: str, adds_bos: bool) -> PreTrainedTokenizerFast:
     """A byte-level BPE trained on a text; BOS is id 0 and EOS id 1."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer = trained_tokenizer(text, VOCAB_SIZE)
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

@@ -29,19 +29,24 @@ TEXT = "\n".join(
 )
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE trained on ``TEXT``, with BOS 0 and EOS 1."""
+def trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE trained on a text, with BOS 0 and EOS 1."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The tokenizer of ``TEXT``, as a folder has it."""
+    trained_tokenizer(TEXT, VOCAB_SIZE).save(str(folder / "tokenizer.json"))
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
