@@ -87,6 +87,20 @@ def test_folder_without_records_goes_and_one_with_records_stays(tmp_path):
     assert not (tmp_path / "ledger").exists()
 
 
+def test_folder_may_go_while_a_rank_without_records_looks_into_it(tmp_path, monkeypatch):
+    ours = open_ledger(tmp_path, {"seed": 1}, rank=1)
+    look = os.scandir
+
+    def remove_and_look(path):
+        monkeypatch.setattr(os, "scandir", look)
+        Ledger(ours.folder, rank=0).remove()
+        return look(path)
+
+    monkeypatch.setattr(os, "scandir", remove_and_look)
+    ours.close()
+    assert not ours.folder.exists()
+
+
 def test_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "ledger").touch()
     with pytest.raises(ValueError, match="every host needs an output_dir"):

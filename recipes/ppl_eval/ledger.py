@@ -87,8 +87,10 @@ class Ledger:
         """Close the file; a folder without records is removed."""
         if self._file is not None:
             self._file.close()
-        elif not list(self.folder.glob("rank-*.bin")):
-            self.remove()
+            return
+        with suppress(FileNotFoundError):  # The rank that wrote the result may be removing it right now.
+            if not list(self.folder.glob("rank-*.bin")):
+                self.remove()
 
     def remove(self) -> None:
         """Remove the plan's folder with the records of all ranks of this host: the result holds them now."""
