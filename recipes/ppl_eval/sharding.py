@@ -41,7 +41,7 @@ def return_freed_memory() -> None:
 
 
 class _HostGather:
-    """FSDP's gather of a unit's shards, for CPU and gloo: in place and, for layers, into one buffer.
+    """FSDP's gather of a unit's shards, for CPU and gloo: in place and, inside layers, into one buffer.
 
     gloo's own all-gather makes a copy of what it gathers, and FSDP keeps a unit's gathered shards until those
     of the next have come, to overlap streams that a CPU does not have: three copies of a layer instead of
@@ -90,6 +90,10 @@ def shard_model(
     """Shard parameters with FSDP2: every decoder layer, the embedding and the head are units, the final norm
     stays with the root.
 
+    On CPU every matrix of a layer is a unit as well. FSDP has a unit twice while it fills its parameters from
+    what the ranks sent, so a layer in one piece would take two layers of memory. A GPU keeps whole
+    layers: more and smaller messages would cost it more than the memory is worth.
+
     The head is a unit of its own (the embedding, where the two are tied), so that its largest matrix is whole
     on a rank only while the scorer uses it: see ``whole_head``.
 
@@ -121,6 +125,10 @@ def shard_model(
             unit.set_custom_all_gather(gather)  # type: ignore[operator]
 
     for layer in decoder.layers:
+        if mesh.device_type == "cpu":
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    shard(module, reshard_after_forward, one_buffer)
         shard(layer, reshard_after_forward, one_buffer)
     shard(decoder.tok_embeddings, reshard_after_forward, own_buffer)
     if isinstance(decoder.output, nn.Module):

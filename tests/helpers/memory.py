@@ -12,7 +12,7 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints import load_state_dict
 from ppl_eval.mesh import ParallelDims
-from ppl_eval.parallel import split_model
+from ppl_eval.parallel import SplitModel, split_model
 from ppl_eval.sharding import return_freed_memory
 
 CPU = torch.device("cpu")
@@ -37,19 +37,18 @@ SMOLLM2 = {
 
 def measure_shards(rank: int, world_size: int) -> dict[str, float]:
     """Memory in MiB of a model's parameters and of its forward's peak, sharded over all ranks."""
-    before = _resident()
-    decoder = _on_meta(**WIDE, intermediate_dim=1024, max_seq_len=64)
-    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in decoder.layers]
-    model_bytes = sum(p.nbytes for p in decoder.parameters())
-    weights = {name: p.shape for name, p in decoder.named_parameters()}
-    dims = ParallelDims(1, world_size, 1, 1, world_size)
-    model = split_model(decoder, dims, dims.build_mesh("cpu"), CPU, max_logits_bytes=MAX_LOGITS_BYTES)
-    model.load(_Made(weights))
-    kept = _resident()
-    _reset_peak()
-    tokens_BT = torch.ones(1, 8, dtype=torch.int64)
+    few_BT = torch.ones(1, 8, dtype=torch.int64)
     with torch.no_grad():
-        model.scorer(tokens_BT, tokens_BT)
+        # Code and buffers of a process's first forward are not the model's.
+        _sharded(_on_meta(**LONG, intermediate_dim=256, max_seq_len=64), world_size).scorer(few_BT, few_BT)
+        before = _resident()
+        decoder = _on_meta(**WIDE, intermediate_dim=1024, max_seq_len=64)
+        sizes = [sum(p.nbytes for p in layer.parameters()) for layer in decoder.layers]
+        model_bytes = sum(p.nbytes for p in decoder.parameters())
+        model = _sharded(decoder, world_size)
+        kept = _resident()
+        _reset_peak()
+        model.scorer(few_BT, few_BT)
     return {
         "model": model_bytes / MIB,
         "layer": sizes[0] / MIB,
@@ -144,6 +143,14 @@ class _Sampler(threading.Thread):
         self.join()
         # Reading the sizes takes long; what is there at the end counts too.
         return max(self.peak, self.sample())
+
+
+def _sharded(decoder: TransformerDecoder, world_size: int) -> SplitModel:
+    weights = {name: p.shape for name, p in decoder.named_parameters()}
+    dims = ParallelDims(1, world_size, 1, 1, world_size)
+    model = split_model(decoder, dims, dims.build_mesh("cpu"), CPU, max_logits_bytes=MAX_LOGITS_BYTES)
+    model.load(_Made(weights))
+    return model
 
 
 def _on_meta(**sizes: int) -> TransformerDecoder:
