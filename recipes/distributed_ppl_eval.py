@@ -127,8 +127,7 @@ class DistributedPPLEvalRecipe:
             num_workers=0,
         )
         score = partial(score_batch, self.model.scorer, device=self.device)
-        # A forward that is shared with other ranks, or compiled, is not for two threads at once.
-        alone = dims.dp_shard == dims.peers == 1 and not settings.compile
+        alone = not (dims.forwards_are_shared or settings.compile)
         batch_tokens = plan.batch_size * plan.protocol.max_seq_len
         num_lanes = lanes.number_of_lanes(self.device, alone, batch_tokens)
         progress = Progress(expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
@@ -246,6 +245,7 @@ def _quieten_libraries() -> None:
 def _long_lived_objects() -> Iterator[None]:
     # Imports and models make a million objects that live to the end. Looking through them for garbage, again
     # and again and once more at exit, takes a second and a half and finds none.
+    gc.unfreeze()  # What an earlier run in this process left is garbage by now.
     gc.disable()
     try:
         yield

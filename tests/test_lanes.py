@@ -46,6 +46,21 @@ def test_an_error_comes_where_its_result_would_have(num_lanes):
         next(results)
 
 
+def test_an_error_does_not_wait_for_the_other_lane():
+    released = threading.Event()
+
+    def work(x):
+        if x == 0:
+            raise ValueError("item 0 is bad")
+        assert released.wait(timeout=60)
+
+    try:
+        with pytest.raises(ValueError, match="item 0 is bad"):
+            next(map_in_lanes(work, range(4), 4, 2))
+    finally:
+        released.set()
+
+
 def test_what_does_not_divide_comes_first_on_all_threads():
     names = [name for _, name in map_in_lanes(lambda _: threading.current_thread().name, range(5), 5, 2)]
     assert names[0] == threading.current_thread().name
@@ -69,5 +84,6 @@ def test_only_forwards_of_a_cpu_process_of_its_own_are_divided(monkeypatch):
     assert number_of_lanes(CPU, alone=False, batch_tokens=1024) == 1
     assert number_of_lanes(CPU, alone=True, batch_tokens=MAX_BATCH_TOKENS + 1) == 1
     assert number_of_lanes(torch.device("cuda"), alone=True, batch_tokens=1024) == 1
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert number_of_lanes(CPU, alone=True, batch_tokens=1024) == 1
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert number_of_lanes(CPU, alone=True, batch_tokens=1024) == 1

@@ -55,6 +55,12 @@ def test_peers_share_a_data_rank_and_one_of_them_counts():
     assert dims.dp_degree == 4
 
 
+def test_only_copies_make_forwards_of_their_own():
+    assert not ParallelDims(4, 1, 1, 1, world_size=4).forwards_are_shared
+    for degrees in ((2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)):
+        assert ParallelDims(*degrees, world_size=4).forwards_are_shared
+
+
 @pytest.mark.parametrize(
     ("replicate", "shard", "degrees"),
     [(None, 1, (8, 1)), (None, -1, (1, 8)), (None, 4, (2, 4)), (2, -1, (2, 4))],

@@ -32,6 +32,7 @@ REORDERING = {
     8: [(2, 2, 2, 1), (1, 2, 2, 2)],
 }
 TIED_AND_UNTIED = ("llama3", "llama3_tied")
+# phi4 and qwen2_5 are built by the code of phi3 and qwen2.
 FAMILIES = (
     "llama2",
     "llama3",

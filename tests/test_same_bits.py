@@ -17,6 +17,13 @@ CASES = {
     ],
     "lines": ["dataset.unit=line", "protocol.max_seq_len=50", "batch_size=4"],
 }
+# One process has threads for two lanes, two processes have one thread each, and three are two nodes, of two
+# ranks and of one.
+ENVIRONMENTS = {
+    1: {"OMP_NUM_THREADS": "4"},
+    2: {"OMP_NUM_THREADS": "1"},
+    3: {"OMP_NUM_THREADS": "1", "NODE_OF_RANK": "0,0,1"},
+}
 ORDERS = {"": [], "_reversed": ["reversed"]}
 
 
@@ -48,9 +55,7 @@ def test_same_bits_for_every_process_count_and_order(tiny, tmp_path, private_hom
             for name, overrides in CASES.items()
             for order, first in ORDERS.items()
         ]
-        # Three processes are two nodes, of two ranks and of one.
-        env = {"NODE_OF_RANK": "0,0,1"} if num_processes == 3 else None
-        finished = many(num_processes, argvs, tmp_path, env)
+        finished = many(num_processes, argvs, tmp_path, ENVIRONMENTS[num_processes])
         assert finished.code == 0, finished.output
         for name in CASES:
             for order in ORDERS:

@@ -63,8 +63,8 @@ def attend(
     assert mask is not None or is_causal
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError(
-            f"a {type(mask).__name__} cannot be combined with a sliding window or a score cap, which this "
-            "model family needs; use dataset.packed=False"
+            f"a {type(mask).__name__} cannot be combined with this attention, whose masks are plain tensors;"
+            " use dataset.packed=False"
         )
     num_queries, num_keys = q_BHTD.shape[2], k_BHSD.shape[2]
     if window is not None and window >= num_keys:

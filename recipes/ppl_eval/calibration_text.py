@@ -59,7 +59,9 @@ def calibration_batches(
             "the quantiser was calibrated on the very text that is scored: the perplexity flatters it; set "
             "quantizer.calibration.dataset to another text"
         )
-    return [windows[i].tokens_BT for i in range(plan.num_batches)], notes
+    # Without the padding that batches have: scoring masks it, calibration would take it for text.
+    num_inputs = plan.windows(0, plan.num_windows).num_inputs.tolist()
+    return [windows[i].tokens_BT[:, :width] for i, width in enumerate(num_inputs)], notes
 
 
 def _check_section(section: Any) -> Mapping[str, Any]:

@@ -86,8 +86,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the numbers depend on."""
-    return {"python": platform.python_version(), **{package: _version(package) for package in _PACKAGES}}
+    """Versions of what the numbers depend on; ``cpu`` is the instruction set that torch's kernels use."""
+    return {
+        "python": platform.python_version(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        **{package: _version(package) for package in _PACKAGES},
+    }
 
 
 def _version(package: str) -> str | None:

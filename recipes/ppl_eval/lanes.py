@@ -28,13 +28,14 @@ def number_of_lanes(device: torch.device, alone: bool, batch_tokens: int) -> int
 
     Args:
         device: where it scores; only a CPU's threads can be divided.
-        alone: whether a forward is this process's own business. Ranks that share a forward must come to its
-            collectives in the same order.
+        alone: whether a forward is this process's own business, and not compiled. Ranks that share a forward
+            must come to its collectives in the same order, and a compiler is not for two threads at once.
         batch_tokens: most tokens in a batch.
     """
-    if device.type != "cpu" or not alone or batch_tokens > MAX_BATCH_TOKENS:
-        return 1
-    return min(MAX_LANES, torch.get_num_threads())
+    # An odd number of threads would leave one without a lane.
+    divisible = torch.get_num_threads() % MAX_LANES == 0
+    suitable = device.type == "cpu" and alone and divisible and batch_tokens <= MAX_BATCH_TOKENS
+    return MAX_LANES if suitable else 1
 
 
 def map_in_lanes(
@@ -65,6 +66,7 @@ def map_in_lanes(
         for done, future in running:
             yield done, future.result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        # Without waiting: after an error, nobody should hear of it only when the other lane is done.
+        pool.shutdown(wait=False, cancel_futures=True)
         # MKL has one number for the whole process.
         torch.set_num_threads(threads)

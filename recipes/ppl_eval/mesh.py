@@ -109,6 +109,11 @@ class ParallelDims:
         """Processes that score the same windows together: cp x tp."""
         return self.cp * self.tp
 
+    @property
+    def forwards_are_shared(self) -> bool:
+        """Whether ranks meet in collectives in every forward, so that all must make the same ones in step."""
+        return self.dp_shard > 1 or self.peers > 1
+
     def dp_rank(self, rank: int) -> int:
         """Data rank of a process; tensor- and context-parallel peers share it."""
         return rank // self.peers

@@ -104,6 +104,13 @@ def check_fit(model: TransformerDecoder, max_seq_len: int, vocab_size: int) -> N
         )
 
 
+def prepare_for_device(decoder: TransformerDecoder, device: torch.device, compiled: bool) -> None:
+    """Put kernels that suit a CPU in the places of torchtune's; a compiler makes its own."""
+    if device.type == "cpu" and not compiled:
+        attention.install_everywhere(decoder)
+        rotary.install(decoder)
+
+
 def load_model(
     decoder: TransformerDecoder,
     checkpoint: LoadedCheckpoint,
@@ -126,9 +133,7 @@ def load_model(
     num_parameters = count_parameters(decoder)
     state_dict = checkpoint.state_dict
     decoder.eval().requires_grad_(False)
-    if device.type == "cpu" and not settings.compile:
-        attention.install_everywhere(decoder)
-        rotary.install(decoder)
+    prepare_for_device(decoder, device, settings.compile)
     whole = settings.quantizer is not None or any(map(is_quantized, state_dict.meta.values()))
     if whole:
         dims.check_quantized()
@@ -149,6 +154,7 @@ def load_model(
             plan=None if plan is None else instantiate("tensor_parallel_plan", plan),
             reshard_after_forward=settings.fsdp_reshard_after_forward,
             cpu_offload=settings.fsdp_cpu_offload,
+            whole_layers=settings.compile,
         )
 
     notes: list[str] = []

@@ -52,6 +52,7 @@ def split_model(
     plan: Mapping[str, ParallelStyle] | None = None,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
+    whole_layers: bool = False,
 ) -> SplitModel:
     """Split layers over ``tp``, attention over ``cp``, and parameters over ``dp_shard`` x ``cp``.
 
@@ -66,6 +67,7 @@ def split_model(
         plan: a user's ``tensor_parallel_plan``, which takes the place of the built-in one.
         reshard_after_forward: see ``sharding.shard_model``.
         cpu_offload: see ``sharding.shard_model``.
+        whole_layers: see ``sharding.shard_model``.
 
     Raises:
         ValueError: if the model cannot be split so.
@@ -87,8 +89,14 @@ def split_model(
     vocab_group = tp_mesh.get_group() if tp_mesh is not None and plan is None else None
     scorer = ScoringModel(decoder, max_logits_bytes, vocab_group=vocab_group, sequence_group=cp_group)
     if mesh is not None and shard and dims.fsdp_enabled:
-        options = {"reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
-        notes += sharding.shard_model(scorer, decoder, fsdp_mesh(mesh, dims), **options)
+        notes += sharding.shard_model(
+            scorer,
+            decoder,
+            fsdp_mesh(mesh, dims),
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            whole_layers=whole_layers,
+        )
     elif cpu_offload:
         notes.append("fsdp_cpu_offload has no effect without FSDP (data_parallel_shard_dim: 1)")
     sharded_offload = cpu_offload and dims.fsdp_enabled and device.type != "cpu"

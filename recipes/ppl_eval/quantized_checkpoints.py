@@ -52,6 +52,8 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
         notes += remarks
     notes += checkpoint.notes + load_into(decoder, checkpoint.state_dict, dtype=dtype, device=device)
     decoder.eval().requires_grad_(False)
+    # Calibration must see what it would see in a run.
+    models.prepare_for_device(decoder, device, settings.compile)
     done = quantize(decoder, settings.quantizer, device, batches=batches)
     stem = next(iter(checkpoint.identity)).split(".")[0]
     path = folder / f"{stem}-{done.mode}.pt"

@@ -86,6 +86,7 @@ def shard_model(
     *,
     reshard_after_forward: bool = True,
     cpu_offload: bool = False,
+    whole_layers: bool = False,
 ) -> list[str]:
     """Shard parameters with FSDP2: every decoder layer, the embedding and the head are units, the final norm
     stays with the root.
@@ -104,6 +105,7 @@ def shard_model(
         reshard_after_forward: give borrowed parameters back after each unit. False keeps all but the head:
             faster from the second batch on, and every rank ends up with the whole model in memory.
         cpu_offload: keep the shards in host memory between uses.
+        whole_layers: layers are in one piece on a CPU too: to be compiled they must be.
 
     Returns:
         Notes on settings that had no effect.
@@ -125,7 +127,7 @@ def shard_model(
             unit.set_custom_all_gather(gather)  # type: ignore[operator]
 
     for layer in decoder.layers:
-        if mesh.device_type == "cpu":
+        if mesh.device_type == "cpu" and not whole_layers:
             for module in layer.modules():
                 if isinstance(module, nn.Linear):
                     shard(module, reshard_after_forward, one_buffer)
