@@ -168,6 +168,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval import results
 
         results.write_records(self)
+        self.ledger.close()
         per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
         code = self.world.agree(
             "result", lambda: results.write_result(self, per_rank) if self.world.rank == 0 else 0

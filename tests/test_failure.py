@@ -69,6 +69,13 @@ def test_one_odd_rank_ends_the_job(config, tmp_path, odd, words):
     assert not (tmp_path / "out" / "result.json").exists()
 
 
+def test_an_error_of_rank_0_while_its_neighbours_wait_for_it_ends_the_job(config, tmp_path):
+    job = [TORCHRUN, "--standalone", "--nproc_per_node", "3", "-m", "distributed_ppl_eval"]
+    finished = run(*job, "--config", str(config), "baseline=/no/such.json", timeout=60)
+    assert finished.code != 0
+    assert finished.output.count("cannot read /no/such.json") == 1, finished.output
+
+
 def test_a_mismatch_of_each_kind_is_found_before_work(tiny, tmp_path, private_home):
     other = tmp_path / "other.txt"
     other.write_text(tiny.text.read_text(encoding="utf-8") + "more", encoding="utf-8")

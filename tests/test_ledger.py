@@ -101,6 +101,23 @@ def test_folder_may_go_while_a_rank_without_records_looks_into_it(tmp_path, monk
     assert not ours.folder.exists()
 
 
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    book = open_ledger(tmp_path, {"a": 1}, 0)
+    book.path.symlink_to("/dev/full")
+    with pytest.raises(ValueError, match=r"cannot be written to .*rank-0\.bin"):
+        book.append(records(0))
+    book.close()
+
+
+def test_one_run_at_a_time_in_an_output_dir(tmp_path):
+    first = open_ledger(tmp_path, {"a": 1}, 0)
+    open_ledger(tmp_path, {"a": 1}, 1)  # Another rank of it.
+    with pytest.raises(ValueError, match="another run is writing to output_dir"):
+        open_ledger(tmp_path, {"a": 2}, 0)
+    first.close()
+    open_ledger(tmp_path, {"a": 2}, 0).close()
+
+
 def test_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "ledger").touch()
     with pytest.raises(ValueError, match="every host needs an output_dir"):

@@ -53,8 +53,11 @@ def fail_together(world: World, clean_up: Callable[[], None] = lambda: None) -> 
 def _cleaning(clean_up: Callable[[], None]) -> Iterator[None]:
     try:
         yield
-    finally:
-        clean_up()
+    except BaseException:
+        with suppress(Exception):  # What goes wrong in a run that failed already is not its cause.
+            clean_up()
+        raise
+    clean_up()
 
 
 @contextmanager
@@ -144,7 +147,7 @@ class _Watch:
             told = f"{reason['where']} failed: {reason['message']}"
             # The launcher of this node should find the rank that failed before those that only follow.
             same_host = reason["host"] == self._world.host
-            self._exit(None if same_host else told, _GRACE_SECONDS if same_host else 0.0)
+            self._exit(None if same_host else told, _GRACE_SECONDS)
             return
         if self._heartbeats is not None:
             # If the store ended first, everybody is done.
@@ -169,6 +172,8 @@ class _Watch:
             return None
         message = f"{lost} (timeout_seconds is {world.timeout.total_seconds():g})"
         if world.announce_failure(message, store):
+            if world.local_rank != 0:
+                print(f"\nerror: {message}", file=sys.stderr, flush=True)
             self._exit(message, 0.0, "error: ")
         return json.loads(store.get(ABORT))
 

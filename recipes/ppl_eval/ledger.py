@@ -14,6 +14,7 @@ goes.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock, Timeout
 
 from ppl_eval import coverage, environment, report
 from ppl_eval.batches import Batch
@@ -58,10 +60,12 @@ class Ledger:
     Args:
         folder: folder of the plan.
         rank: this rank; its file is made with the first record.
+        lock: what keeps other runs out of the output_dir, if this rank holds it.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, lock: FileLock | None = None) -> None:
         self.folder, self.path = folder, folder / f"rank-{rank}.bin"
+        self._lock = lock
         self._file: IO[bytes] | None = None
         self._begin = 0
 
@@ -69,13 +73,19 @@ class Ledger:
         """Write the records of a batch through to the operating system."""
         if not len(records):
             return
-        if self._file is None:
-            self._file = open(self.path, "ab")  # noqa: SIM115
-            # Behind what an earlier run of this plan left, on the grid of whole records.
-            self._begin = self._file.tell() // RECORD.itemsize * RECORD.itemsize
-            self._file.truncate(self._begin)
-        self._file.write(records.tobytes())
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+                # Behind what an earlier run of this plan left, on the grid of whole records.
+                self._begin = self._file.tell() // RECORD.itemsize * RECORD.itemsize
+                self._file.truncate(self._begin)
+            if self._file.write(records.tobytes()) < records.nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise ValueError(
+                f"the records of finished windows cannot be written to {self.path}: {error.strerror}; what"
+                " stands there already is kept"
+            ) from error
 
     def own(self) -> Records:
         """What this rank scored in this run, ordered by window."""
@@ -84,11 +94,13 @@ class Ledger:
         return np.sort(_read_file(self.path, self._begin), order="window_id")
 
     def close(self) -> None:
-        """Close the file; a folder without records is removed."""
+        """Close the file and let other runs in; a folder without records is removed."""
+        if self._lock is not None:
+            self._lock.release()
         if self._file is not None:
             self._file.close()
             return
-        with suppress(FileNotFoundError):  # The rank that wrote the result may be removing it right now.
+        with suppress(OSError):  # The rank that wrote the result may be removing it right now.
             if not list(self.folder.glob("rank-*.bin")):
                 self.remove()
 
@@ -109,9 +121,10 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger
         rank: this rank.
 
     Raises:
-        ValueError: if the folder cannot be written.
+        ValueError: if the folder cannot be written, or another run is writing there.
     """
     folder = output_dir / "ledger" / plan_key(facts)
+    lock = _only_run(output_dir) if rank == 0 else None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / _PLAN_FILE).exists():
@@ -121,7 +134,20 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger
             f"the records of finished windows cannot be kept in {folder}: {error.strerror}; every host needs"
             " an output_dir that it can write"
         ) from error
-    return Ledger(folder, rank)
+    return Ledger(folder, rank, lock)
+
+
+def _only_run(output_dir: Path) -> FileLock | None:
+    lock = FileLock(output_dir / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"another run is writing to output_dir {output_dir}: wait for its end, or give this one another"
+        ) from error
+    except (OSError, NotImplementedError):
+        return None  # A file system without locks.
+    return lock
 
 
 def plan_key(facts: Mapping[str, Any]) -> str:

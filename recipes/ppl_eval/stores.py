@@ -131,6 +131,8 @@ def build_once(cache: Path, key: str, write: Callable[[Path], dict[str, Any]]) -
             if not (folder / ABOUT).is_file():
                 half = _empty(cache / f"{key}.half")
                 write_json(half / ABOUT, write(half))
+                # What a cleaner left of a folder that was whole once would be in the way.
+                shutil.rmtree(folder, ignore_errors=True)
                 half.rename(folder)
                 _sync_folder(cache)
     return folder

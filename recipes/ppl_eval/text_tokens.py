@@ -5,6 +5,7 @@ written as they come.
 import hashlib
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,12 @@ def write_text_tokens(
     def write(encoding: Encoding) -> dict[str, Any]:
         return _Writing(folder, source, encoder, join, bos_tokens, word_separator).run(encoding, expected)
 
-    try:
+    with suppress(SeamError):
         return write(encoder.encoding)
-    except SeamError:
-        shutil.rmtree(folder)
-        folder.mkdir()
-        return write(replace(encoder.encoding, cut_every=None, one_call="its pieces did not fit together"))
+    # Not while the error is handled: its traceback would keep the first pass's workers.
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return write(replace(encoder.encoding, cut_every=None, one_call="its pieces did not fit together"))
 
 
 class _Writing:

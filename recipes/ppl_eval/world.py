@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -30,6 +32,7 @@ FIRST_PHASE = "settings"
 ABORT = "abort"
 _NODES = "nodes"
 POLL = timedelta(seconds=1)
+_FAILED_PATIENCE_SECONDS = 5.0
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -75,7 +78,9 @@ class World:
     ) -> T:
         """Do something on every rank, and go on only if all of them could and all came to the same facts.
 
-        What goes wrong is printed once, by rank 0, however many ranks it hits.
+        What goes wrong is printed once, by rank 0, however many ranks it hits. Ranks that wait for this one
+        inside the step would never come to hear of it: so a rank that failed gives the others some seconds to
+        come, and then fails by itself.
 
         Args:
             phase: name of the step; used once a run.
@@ -88,6 +93,7 @@ class World:
 
         Raises:
             Stop: if a rank failed, is missing, or differs.
+            ValueError: if this rank failed, and others did not come.
         """
         value = None
         report: dict[str, Any] = {
@@ -100,8 +106,12 @@ class World:
             value = work()
             report["facts"] = {key: json.dumps(fact, sort_keys=True) for key, fact in facts(value).items()}
         except (ValueError, OSError) as error:
-            report["error"] = str(error)
+            report["error"] = _told(error)
         self.store.set(f"{phase}/report/{self.rank}", json.dumps(report))
+        if report["error"] and phase != FIRST_PHASE:
+            awaited = self._reports(phase) if self.rank == 0 else [f"{phase}/verdict"]
+            if not self._come(awaited, _FAILED_PATIENCE_SECONDS):
+                raise ValueError(f"{self.where}: {report['error']}")
         if self.rank == 0:
             reports = self._gather_reports(phase)
             problem = find_problem(reports)
@@ -140,7 +150,7 @@ class World:
             try:
                 answer = {"value": work()}
             except (ValueError, OSError) as error:
-                answer = {"error": str(error)}
+                answer = {"error": _told(error)}
             self.store.set(key, json.dumps(answer))
         else:
             self._wait([key], f"local rank 0 of {self.host} to finish {name!r}")
@@ -189,10 +199,20 @@ class World:
             return True  # The store is gone: nobody else may be left to say it.
 
     def _gather_reports(self, phase: str) -> list[dict[str, Any] | None]:
-        keys = [f"{phase}/report/{rank}" for rank in range(self.world_size)]
+        keys = self._reports(phase)
         first_contact = phase == FIRST_PHASE
         self._wait(keys, f"all ranks to finish {phase!r}", give_up=first_contact)
         return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+
+    def _reports(self, phase: str) -> list[str]:
+        return [f"{phase}/report/{rank}" for rank in range(self.world_size)]
+
+    def _come(self, keys: list[str], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not (here := self.store.check(keys)) and time.monotonic() < deadline:
+            # Not the store's own wait, which complains in the log when it runs out.
+            time.sleep(0.1)
+        return here
 
     def _wait(self, keys: list[str], what: str, give_up: bool = False) -> bool:
         # Work before the reports may rightly take long (a big model from a slow disk), so only the first
@@ -220,6 +240,11 @@ class World:
         return True
 
 
+def _told(error: Exception) -> str:
+    # Some errors have no text, and an empty one would pass for none.
+    return str(error) or type(error).__name__
+
+
 def connect(timeout_seconds: float) -> World:
     """Find the other processes of the run, by the variables that torchrun sets; without them, one process.
 
@@ -227,6 +252,10 @@ def connect(timeout_seconds: float) -> World:
         Stop: if the rendezvous store cannot be reached; said by every rank, since none can know of the
             others.
     """
+    # Every neighbour is a socket and every mapped tensor a file, and the usual soft limit is 1,024.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     timeout = timedelta(seconds=timeout_seconds)
     env, host = os.environ, socket.gethostname()
     store: dist.Store = dist.HashStore()
