@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torchtune.models.llama3_2 import llama3_2
 
-from ppl_eval.checkpoints import load_state_dict
-from ppl_eval.weights import load_into
+from ppl_eval.checkpoints.lazy_state_dict import load_into
+from ppl_eval.checkpoints.load import load_state_dict
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

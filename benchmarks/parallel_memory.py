@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.memory import measure_activations, measure_load, measure_shards
 from helpers.processes import run_ranks
-from ppl_eval.fetch import fetch
+from ppl_eval.commands.demo_model import fetch
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ ROWS: dict[str, list[str]] = {
         "quantizer.use_hqq=true",
     ],
     "int4, 64, AWQ": [
-        "quantizer._component_=ppl_eval.calibration.awq",
+        "quantizer._component_=ppl_eval.quantization.awq",
         "quantizer.groupsize=64",
         "quantizer.calibration.num_windows=1",
         "quantizer.calibration.dataset._component_=ppl_eval.data.text_files",

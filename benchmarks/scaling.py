@@ -23,15 +23,15 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from helpers.processes import run_ranks
-from ppl_eval.aggregation import add_over_ranks
-from ppl_eval.heartbeat import Heartbeats
-from ppl_eval.ledger import RECORD, Ledger, read_ledger
-from ppl_eval.mesh import ParallelDims
-from ppl_eval.plan import Plan, make_plan
-from ppl_eval.protocols import disjoint
-from ppl_eval.reports import Node
-from ppl_eval.sampler import DUMMY_BATCH, ExactDistributedSampler
-from ppl_eval.world import World
+from ppl_eval.distributed.agreement import Node
+from ppl_eval.distributed.collectives import add_over_ranks
+from ppl_eval.distributed.heartbeat import Heartbeats
+from ppl_eval.distributed.rendezvous import World
+from ppl_eval.parallel.parallel_dims import ParallelDims
+from ppl_eval.protocols.disjoint import disjoint
+from ppl_eval.protocols.plan import Plan, make_plan
+from ppl_eval.protocols.sampler import DUMMY_BATCH, ExactDistributedSampler
+from ppl_eval.results.ledger import RECORD, Ledger, read_ledger
 
 # int64 numbers: those of a run over 25 domains; without domains it adds 321.
 VECTOR_SIZE = 8192

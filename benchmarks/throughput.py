@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    from ppl_eval.fetch import fetch
+    from ppl_eval.commands.demo_model import fetch
 
     folder = fetch("smollm2-135m")
     with tempfile.TemporaryDirectory() as scratch:

@@ -84,11 +84,11 @@ def main() -> None:
     from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
     from ppl_eval.data import text_files
-    from ppl_eval.plan import make_plan
-    from ppl_eval.protocols import disjoint
-    from ppl_eval.tokenizer import wrap_tokenizer
-    from ppl_eval.tokens import open_tokens, prepare_tokens
-    from ppl_eval.workers import MAX_WORKERS, num_cores
+    from ppl_eval.data.token_data import open_tokens, prepare_tokens
+    from ppl_eval.protocols.disjoint import disjoint
+    from ppl_eval.protocols.plan import make_plan
+    from ppl_eval.tokenization.tokenizer import wrap_tokenizer
+    from ppl_eval.tokenization.workers import MAX_WORKERS, num_cores
 
     folder = Path(arguments.tokenizer).expanduser()
     config = {

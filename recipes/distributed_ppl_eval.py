@@ -22,10 +22,10 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ppl_eval import distributed
-from ppl_eval.failure import fail_together
-from ppl_eval.settings import KEYS, Settings, read_settings
-from ppl_eval.world import FIRST_PHASE, Stop, World, connect, environment_facts
+from ppl_eval.config.settings import KEYS, Settings, read_settings
+from ppl_eval.distributed import process_group as distributed
+from ppl_eval.distributed.failure import fail_together
+from ppl_eval.distributed.rendezvous import FIRST_PHASE, Stop, World, connect, environment_facts
 
 # torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config is told
 # before seconds of imports.
@@ -53,8 +53,9 @@ class DistributedPPLEvalRecipe:
         import torch
         from torchtune import training, utils
 
-        from ppl_eval import aggregation, environment
-        from ppl_eval.mesh import ParallelDims
+        from ppl_eval.config import environment
+        from ppl_eval.distributed import collectives as aggregation
+        from ppl_eval.parallel.parallel_dims import ParallelDims
 
         settings, world = self.settings, self.world
         self._log = utils.get_logger(settings.log_level)
@@ -86,8 +87,8 @@ class DistributedPPLEvalRecipe:
 
     def load_checkpoint(self) -> None:
         """Open the checkpoint (weights are read later, one by one) and settle the seed."""
-        from ppl_eval.checkpoints import load_state_dict
-        from ppl_eval.environment import choose_seed
+        from ppl_eval.checkpoints.load import load_state_dict
+        from ppl_eval.config.environment import choose_seed
 
         self.checkpoint = load_state_dict(self.settings.checkpointer)
         self.notes += self.checkpoint.notes
@@ -100,14 +101,14 @@ class DistributedPPLEvalRecipe:
         """Score this rank's batches, then add up over all ranks."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        from ppl_eval import lanes
-        from ppl_eval.batches import WindowBatches, expected_lanes
-        from ppl_eval.ledger import records_of
-        from ppl_eval.progress import Progress
-        from ppl_eval.sampler import ExactDistributedSampler
-        from ppl_eval.scoring import check_finite, score_batch
-        from ppl_eval.tally import Tally
-        from ppl_eval.totals import FloatSum, resolve_precision
+        from ppl_eval.metrics.accumulator import Tally
+        from ppl_eval.metrics.totals import FloatSum, resolve_precision
+        from ppl_eval.protocols.batches import WindowBatches, expected_lanes
+        from ppl_eval.protocols.sampler import ExactDistributedSampler
+        from ppl_eval.results.ledger import records_of
+        from ppl_eval.results.progress import Progress
+        from ppl_eval.scoring import concurrency as lanes
+        from ppl_eval.scoring.nll import check_finite, score_batch
 
         world, settings, dims = self.world, self.settings, self.dims
         plan, data, expected_tokens = self.inputs.plan, self.inputs.data, self.inputs.expected_tokens
@@ -165,7 +166,7 @@ class DistributedPPLEvalRecipe:
         Returns:
             The exit code.
         """
-        from ppl_eval import results
+        from ppl_eval.results import result as results
 
         results.write_records(self)
         self.ledger.close()
@@ -182,8 +183,10 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read_inputs(self) -> None:
-        from ppl_eval import baseline, ledger, models, report
-        from ppl_eval.inputs import read_inputs
+        from ppl_eval.results import baseline, ledger
+        from ppl_eval.results import table as report
+        from ppl_eval.run.inputs import read_inputs
+        from ppl_eval.scoring import load as models
 
         settings, world = self.settings, self.world
         begin = time.monotonic()
@@ -206,8 +209,8 @@ class DistributedPPLEvalRecipe:
         )
 
     def _load_model(self) -> Any:
-        from ppl_eval import models
-        from ppl_eval.calibration_text import calibration_batches
+        from ppl_eval.run.calibration_text import calibration_batches
+        from ppl_eval.scoring import load as models
 
         batches, notes = calibration_batches(self.settings, self.inputs, self.world)
         self.notes += notes

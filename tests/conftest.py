@@ -36,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """Folder of the demo model."""
-    from ppl_eval.fetch import model_folder
+    from ppl_eval.commands.demo_model import model_folder
 
     folder = model_folder("smollm2-135m")
     if not folder.is_dir():

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import distributed_ppl_eval
-from ppl_eval.ledger import Ledger
+from ppl_eval.results.ledger import Ledger
 
 append = Ledger.append
 batches_left = int(os.environ["HOLD_AFTER"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import distributed_ppl_eval
-from ppl_eval.sampler import ExactDistributedSampler
+from ppl_eval.protocols.sampler import ExactDistributedSampler
 
 forward = ExactDistributedSampler.__iter__
 connect = distributed_ppl_eval.connect

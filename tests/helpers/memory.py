@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval.checkpoints import load_state_dict
-from ppl_eval.mesh import ParallelDims
-from ppl_eval.parallel import SplitModel, split_model
-from ppl_eval.sharding import return_freed_memory
+from ppl_eval.checkpoints.load import load_state_dict
+from ppl_eval.parallel.fsdp import return_freed_memory
+from ppl_eval.parallel.parallel_dims import ParallelDims
+from ppl_eval.scoring.split import SplitModel, split_model
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -13,8 +13,8 @@ from torchtune.models.phi3 import phi3
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval import attention, families
-from ppl_eval.family_corrections import Phi3RoPE
+from ppl_eval.models import attention, families
+from ppl_eval.models.corrections import Phi3RoPE
 
 # 101 is prime: no degree of parallelism divides the vocabulary.
 VOCAB_SIZE = 101

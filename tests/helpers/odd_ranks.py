@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import distributed_ppl_eval
 from distributed_ppl_eval import DistributedPPLEvalRecipe
-from ppl_eval import distributed, world
+from ppl_eval.distributed import process_group as distributed
+from ppl_eval.distributed import rendezvous as world
 
 ODD = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 

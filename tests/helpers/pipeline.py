@@ -13,18 +13,18 @@ from torchtune.modules import TransformerDecoder
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from helpers.tiny import trained_tokenizer
-from ppl_eval import metrics
-from ppl_eval.batches import WindowBatches
-from ppl_eval.bos import check_bos_tokens, for_tokenizer, prefix_token
 from ppl_eval.data import TextSource
-from ppl_eval.denominators import CoveredText
-from ppl_eval.encoders import Encoding
-from ppl_eval.plan import make_plan
-from ppl_eval.scoring import ScoringModel, window_scores
-from ppl_eval.tokenizer import TextEncoder
-from ppl_eval.tokens import TokenData, open_tokens, prepare_tokens
-from ppl_eval.totals import Totals, WindowScores
-from ppl_eval.windows import Protocol
+from ppl_eval.data.token_data import TokenData, open_tokens, prepare_tokens
+from ppl_eval.metrics import figures as metrics
+from ppl_eval.metrics.denominators import CoveredText
+from ppl_eval.metrics.totals import Totals, WindowScores
+from ppl_eval.protocols.base import Protocol
+from ppl_eval.protocols.batches import WindowBatches
+from ppl_eval.protocols.bos import check_bos_tokens, for_tokenizer, prefix_token
+from ppl_eval.protocols.plan import make_plan
+from ppl_eval.scoring.nll import ScoringModel, window_scores
+from ppl_eval.tokenization.encoders import Encoding
+from ppl_eval.tokenization.tokenizer import TextEncoder
 
 VOCAB_SIZE = 300
 MAX_CONTEXT = 512

@@ -1,0 +1,276 @@
+"""LoRA adapters, merged into the weights while they are read.
+
+Two forms: torchtune's own (`adapter_model.pt`, its names, its row order) and PEFT's
+(`adapter_model.safetensors`, Hugging Face's). The merge is done by torchtune's function, so the result has
+the bits of the checkpoint that training wrote.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torchtune.modules.peft import get_merged_lora_ckpt
+
+from ppl_eval.checkpoints.convert import converter_of
+from ppl_eval.checkpoints.folder import ADAPTER_FILES
+from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict, name_some
+from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
+from ppl_eval.checkpoints.torch_files import index_torch_file
+
+PEFT_PREFIX = "base_model.model."
+PROBED_LAYERS = 8
+# A merged weight W0 + D projects onto D as 1 + noise, an unmerged one as 0 + noise; see `already_merged`.
+MERGED_TOLERANCE = 0.25
+
+
+class Pair(NamedTuple):
+    """The two factors of one layer's update, in torchtune's row order; `magnitude` for DoRA."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    magnitude: torch.Tensor | None
+
+
+def find_adapter(named: str, bases: list[Path]) -> Path:
+    """The adapter's weight file, from the name of a file or of a folder.
+
+    Raises:
+        ValueError: nothing there.
+    """
+    for base in bases:
+        path = base / named
+        if path.is_file():
+            return path
+        found = next((path / name for name in ADAPTER_FILES if (path / name).is_file()), None)
+        if found:
+            return found
+    raise ValueError(
+        f"checkpointer.adapter_checkpoint {named} was not found in {', '.join(map(str, bases))}; it is a "
+        "file, or a folder "
+        f"with one of {', '.join(ADAPTER_FILES)}"
+    )
+
+
+def merge_adapter(
+    weights: LazyStateDict,
+    path: Path,
+    *,
+    model_type: str,
+    hf_config: dict[str, Any] | None,
+    alpha: float | None,
+    allow_unsafe_pickle: bool,
+    notes: list[str],
+) -> None:
+    """Lets every weight that the adapter changes be merged when it is read.
+
+    Args:
+        weights: of the base model; changed in place.
+        path: the adapter's weight file; `adapter_config.json` is read beside it.
+        model_type: torchtune's, and
+        hf_config: the base model's config.json, for the names and rows of an adapter in PEFT's form.
+        alpha: the training's lora_alpha, for an adapter without adapter_config.json.
+        allow_unsafe_pickle: see `read_torch_file`.
+        notes: what the person should know is appended here.
+
+    Raises:
+        ValueError: the adapter does not fit the model, changes more than linear layers, lacks its alpha, or
+            is part of the weights already.
+    """
+    if path.suffix == ".safetensors":
+        stored = read_safetensors(path)
+    else:
+        stored = index_torch_file(path, allow_unsafe_pickle=allow_unsafe_pickle, notes=notes)
+    config = _read_config(path.parent / "adapter_config.json")
+    is_peft = any(name.startswith(PEFT_PREFIX) for name in stored)
+    pairs = _peft_pairs(stored, model_type, hf_config) if is_peft else _tune_pairs(stored)
+    _check_fit(weights, pairs, path)
+    scaled = {name: _rank_and_alpha(config, pair, alpha) for name, pair in pairs.items()}
+    _refuse_second_merge(weights, pairs, scaled, path)
+    for name, pair in pairs.items():
+        weights.add(
+            name, weights.meta[name], partial(_merged, weights.reader(name), name, pair, *scaled[name])
+        )
+    ranks = sorted({pair.a.shape[0] for pair in pairs.values()})
+    alphas = sorted({alpha for _, alpha in scaled.values()})
+    dora = ", DoRA" if any(pair.magnitude is not None for pair in pairs.values()) else ""
+    notes.append(
+        f"adapter {path.name} merged into {len(pairs)} weights: rank {', '.join(map(str, ranks))}, "
+        f"alpha {', '.join(f'{a:g}' for a in alphas)}{dora}"
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """PEFT's adapter_config.json (torchtune writes one too), or {} where there is none.
+
+    Raises:
+        ValueError: the adapter needs something that is not done here.
+    """
+    if not path.is_file():
+        return {}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    unsupported = {
+        key: config[key]
+        for key in ("alpha_pattern", "rank_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
+        if config.get(key)
+    }
+    if config.get("bias", "none") != "none":
+        unsupported["bias"] = config["bias"]
+    if config.get("peft_type", "LORA") != "LORA":
+        unsupported["peft_type"] = config["peft_type"]
+    if unsupported:
+        raise ValueError(
+            f"{path} asks for {unsupported}, which is not supported: merge the adapter with PEFT first"
+        )
+    return config
+
+
+def _tune_pairs(stored: Mapping[str, StoredTensor]) -> dict[str, Pair]:
+    modules = {name.removesuffix(".lora_a.weight") for name in stored if name.endswith(".lora_a.weight")}
+    known = {f"{m}.{end}" for m in modules for end in ("lora_a.weight", "lora_b.weight", "magnitude")}
+    _refuse_rest([name for name in stored if name not in known])
+    pairs = {}
+    for module in sorted(modules):
+        magnitude = stored.get(f"{module}.magnitude")
+        a, b = (_read(stored, f"{module}.{end}.weight") for end in ("lora_a", "lora_b"))
+        pairs[f"{module}.weight"] = Pair(a, b, magnitude.read() if magnitude else None)
+    return pairs
+
+
+def _peft_pairs(
+    stored: Mapping[str, StoredTensor], model_type: str, hf_config: dict[str, Any] | None
+) -> dict[str, Pair]:
+    """PEFT's factors in torchtune's order: B has the rows of the weight, so the weight's converter orders
+    them."""
+    names = [name.removesuffix(".lora_A.weight") for name in stored if name.endswith(".lora_A.weight")]
+    known = {f"{name}.{end}.weight" for name in names for end in ("lora_A", "lora_B")}
+    rest = [name for name in stored if name not in known]
+    if any("lora_magnitude_vector" in name for name in rest):
+        raise ValueError(
+            "the adapter is a DoRA in PEFT's form: torchtune writes the magnitudes of q and k in another"
+            " order than PEFT, and the file does not tell which; use torchtune's adapter_model.pt, or merge"
+            " it first"
+        )
+    _refuse_rest(rest)
+    converter = converter_of("hf", model_type, hf_config)
+    assert isinstance(converter, partial)
+    keywords = dict(converter.keywords)
+    pairs = {}
+    for name in names:
+        a, b = (_read(stored, f"{name}.{end}.weight") for end in ("lora_A", "lora_B"))
+        if "head_dim" in converter.keywords:  # it reorders rows, and must know that B has only `rank` columns
+            whole = converter.keywords
+            keywords |= {
+                "dim": b.shape[1],
+                "head_dim": whole["head_dim"] or whole["dim"] // whole["num_heads"],
+            }
+        for target, part in converter.func(
+            {f"{name.removeprefix(PEFT_PREFIX)}.weight": b}, **keywords
+        ).items():
+            pairs[target] = Pair(a, part, None)
+    return pairs
+
+
+def _read(stored: Mapping[str, StoredTensor], name: str) -> torch.Tensor:
+    if name not in stored:
+        raise ValueError(f"the adapter lacks {name}, the other half of a layer's update")
+    return stored[name].read()
+
+
+def _refuse_rest(names: list[str]) -> None:
+    if names:
+        lines = name_some("not an update of a linear layer", names)
+        raise ValueError("the adapter changes more than linear layers; merge it first:\n" + "\n".join(lines))
+
+
+def _check_fit(weights: LazyStateDict, pairs: Mapping[str, Pair], path: Path) -> None:
+    if not pairs:
+        raise ValueError(f"{path} holds no LoRA factors")
+    absent = [name for name in pairs if name not in weights]
+    wrong = [
+        f"{name} (adapter [{pair.b.shape[0]}, {pair.a.shape[1]}], model {list(weights.meta[name].shape)})"
+        for name, pair in pairs.items()
+        if name in weights and (pair.b.shape[0], pair.a.shape[1]) != tuple(weights.meta[name].shape)
+    ]
+    if absent or wrong:
+        lines = name_some("not in the model", absent) + name_some("wrongly shaped", wrong)
+        raise ValueError(f"the adapter {path} does not fit the checkpoint:\n" + "\n".join(lines))
+
+
+def _rank_and_alpha(config: Mapping[str, Any], pair: Pair, alpha: float | None) -> tuple[float, float]:
+    """(rank, alpha) such that the update is alpha / rank * B A; rsLoRA divides by the root of the rank."""
+    found = config.get("lora_alpha", alpha)
+    if found is None:
+        raise ValueError(
+            "the adapter has no adapter_config.json beside it, so its scale is unknown: set"
+            " checkpointer.lora_alpha to the lora_alpha of the training's model section"
+        )
+    if alpha is not None and float(found) != float(alpha):
+        raise ValueError(
+            f"checkpointer.lora_alpha is {alpha}, adapter_config.json says {found}: remove the former"
+        )
+    rank = pair.a.shape[0]
+    return (math.sqrt(rank) if config.get("use_rslora") else rank), float(found)
+
+
+def _merged(read: Any, name: str, pair: Pair, rank: float, alpha: float) -> torch.Tensor:
+    module = name.removesuffix(".weight")
+    # Cloned, because torchtune adds in place and the tensor may be a mapped file.
+    parts = {name: read().clone(), f"{module}.lora_a.weight": pair.a, f"{module}.lora_b.weight": pair.b}
+    if pair.magnitude is not None:
+        parts[f"{module}.magnitude"] = pair.magnitude
+    return get_merged_lora_ckpt(parts, rank=rank, alpha=alpha)[name]
+
+
+def refuse_same_epoch(path: Path, folder: Path) -> None:
+    """Refuses an adapter beside the weights of a torchtune epoch: torchtune merges it into the weights it
+    writes there.
+
+    Raises:
+        ValueError: the adapter lies in the weights' folder, and that is an epoch's.
+    """
+    if path.parent.resolve() == folder.resolve() and folder.resolve().name.startswith("epoch_"):
+        raise ValueError(
+            f"the checkpoint already contains the adapter {path}: torchtune merged it into the weights that"
+            " it wrote to the same epoch folder. Drop checkpointer.adapter_checkpoint, or point"
+            " checkpoint_dir to the base model"
+        )
+
+
+def _refuse_second_merge(
+    weights: LazyStateDict, pairs: Mapping[str, Pair], scaled: Mapping[str, tuple[float, float]], path: Path
+) -> None:
+    """Refuses an adapter that the weights contain, wherever the two came from.
+
+    Raises:
+        ValueError: every probed layer that tells anything says so.
+    """
+    names = [name for name, pair in pairs.items() if pair.magnitude is None]
+    probed = names[:: max(1, len(names) // PROBED_LAYERS)]
+    shares = [merged_share(weights[name], pairs[name], *scaled[name]) for name in probed]
+    told = [share for share in shares if share is not None]
+    if told and all(abs(share - 1) < MERGED_TOLERANCE for share in told):
+        raise ValueError(
+            f"the checkpoint already contains the adapter {path}: in {len(told)} of {len(told)} probed layers"
+            f" the weights hold {sum(told) / len(told):.2f} times its update. Drop"
+            " checkpointer.adapter_checkpoint, or point checkpoint_dir to the base model"
+        )
+
+
+def merged_share(weight: torch.Tensor, pair: Pair, rank: float, alpha: float) -> float | None:
+    """How many times the update D = alpha/rank B A is contained in W: <W, D> / <D, D>, computed without
+    forming D.
+
+    A base weight is no multiple of an update learnt later: the share is near 0. Noise of the base weight of
+    standard deviation s adds about s / |D|; where that is not small the layer tells nothing and None is
+    returned.
+    """
+    a, b, w = pair.a.float(), pair.b.float(), weight.float()
+    scale = alpha / rank
+    d_squared = scale**2 * float(torch.sum((b.T @ b) * (a @ a.T)))
+    if d_squared <= 0 or float(w.std()) > MERGED_TOLERANCE / 2 * math.sqrt(d_squared):
+        return None
+    return scale * float(torch.sum((b.T @ w) * a)) / d_squared

@@ -1,0 +1,204 @@
+"""From named weights to a model: a state dict that reads on demand, and the checks before loading."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+from torchtune.modules import TiedLinear
+
+from ppl_eval.checkpoints.quantized_tensors import check_packed_for, is_quantized, move
+
+SHOWN_KEYS = 10
+EMBEDDING_KEY = "tok_embeddings.weight"
+HEAD_KEY = "output.weight"
+
+
+class LazyStateDict(Mapping[str, torch.Tensor]):
+    """A state dict whose tensors are read (and converted) when they are asked for, and not kept.
+
+    A rank that needs a slice of each weight, or moves them to a device one by one, never holds them all.
+    `dict(lazy)` reads everything. Shapes and dtypes are known without reading: `lazy.meta[name]`.
+    """
+
+    def __init__(self) -> None:
+        """An empty state dict."""
+        self.meta: dict[str, torch.Tensor] = {}
+        self._read: dict[str, Callable[[], torch.Tensor]] = {}
+
+    def add(self, name: str, meta: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
+        """Registers a tensor: `meta` has its shape and dtype, `read` returns its values."""
+        self.meta[name] = meta
+        self._read[name] = read
+
+    def reader(self, name: str) -> Callable[[], torch.Tensor]:
+        """The function that reads `name`, for wrapping it in another."""
+        return self._read[name]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Reads the tensor `name`."""
+        return self._read[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, in the order of the files."""
+        return iter(self.meta)
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self.meta)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the tensor is there; reads nothing."""
+        return name in self.meta
+
+
+def load_into(
+    model: nn.Module,
+    state_dict: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> list[str]:
+    """Gives a model that was built on the meta device its weights, without a second copy of any of them.
+
+    Args:
+        model: torchtune decoder on the meta device; its rotary tables are computed here.
+        state_dict: weights under torchtune's names. Weights that have the right dtype and device are
+            assigned as they are (a mapped file stays mapped); the others are converted one at a time.
+        dtype: of all floating-point weights. Quantised weights keep theirs.
+        device: where the weights go.
+
+    Returns:
+        Notes: everything that was adjusted.
+
+    Raises:
+        ValueError: keys are missing, unexpected, or of the wrong shape (all of them counted, the first ten
+            named), a tied head that differs from the embedding, or a quantised weight of another dtype or
+            packed for another device.
+    """
+    notes: list[str] = []
+    names = check_state_dict(model, state_dict, dtype=dtype, notes=notes)
+    check_packed_for(meta_of(state_dict), device)
+    notes += note_conversions(state_dict, names, dtype)
+    loaded: dict[str, torch.Tensor] = {}
+    for name in names:
+        tensor = state_dict[name]
+        if is_quantized(tensor) or not tensor.is_floating_point():
+            loaded[name] = move(tensor, device)
+            continue
+        loaded[name] = tensor.to(device=device, dtype=dtype)
+        del tensor
+    model.load_state_dict(loaded, strict=True, assign=True)
+    init_rotary_tables(model, device)
+    assert_materialised(model)
+    return notes
+
+
+def note_conversions(
+    state_dict: Mapping[str, torch.Tensor], names: list[str], dtype: torch.dtype
+) -> list[str]:
+    """One note per dtype that loading converts from; reads no tensor."""
+    meta = state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
+    converted: dict[torch.dtype, int] = {}
+    for name in names:
+        tensor = meta[name]
+        if not is_quantized(tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+            converted[tensor.dtype] = converted.get(tensor.dtype, 0) + 1
+    return [
+        f"{num_weights} weights converted from {short_dtype(source)} to {short_dtype(dtype)}"
+        for source, num_weights in sorted(converted.items(), key=str)
+    ]
+
+
+def check_state_dict(
+    model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, dtype: torch.dtype, notes: list[str]
+) -> list[str]:
+    """Names to load, after all names, shapes and quantised dtypes were compared with the model's."""
+    wanted = {name: parameter.shape for name, parameter in model.state_dict().items()}
+    meta = meta_of(state_dict)
+    missing = [name for name in wanted if name not in meta]
+    unexpected = [name for name in meta if name not in wanted]
+    wrong = [
+        f"{name} (checkpoint {list(meta[name].shape)}, model {list(shape)})"
+        for name, shape in wanted.items()
+        if name in meta and meta[name].shape != shape
+    ]
+    if HEAD_KEY in unexpected and is_tied(model):
+        unexpected.remove(HEAD_KEY)
+        notes.append(check_tied_head(state_dict))
+    faults = [
+        fault
+        for kind, keys in (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", wrong))
+        for fault in name_some(kind, keys)
+    ]
+    if faults:
+        if HEAD_KEY in missing and EMBEDDING_KEY in meta:
+            faults.append(
+                "  hint: a checkpoint without output.weight has a head tied to its embedding, and the "
+                "configured model has an "
+                "untied one: choose the builder of a tied model"
+            )
+        raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(faults))
+    other = sorted({short_dtype(t.dtype) for t in meta.values() if is_quantized(t) and t.dtype != dtype})
+    if other:
+        raise ValueError(
+            f"the checkpoint was quantised for {', '.join(other)} activations: set dtype={'|'.join(other)} "
+            f"(the config says {short_dtype(dtype)})"
+        )
+    return list(wanted)
+
+
+def meta_of(state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Shapes and dtypes by name, without reading what is read on demand."""
+    return state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
+
+
+def check_tied_head(state_dict: Mapping[str, torch.Tensor]) -> str:
+    """A tied model's checkpoint may repeat the embedding as its head; another head would be lost: an error.
+
+    Returns:
+        The note that says so.
+
+    Raises:
+        ValueError: the checkpoint's head is another matrix.
+    """
+    if EMBEDDING_KEY in state_dict and not torch.equal(state_dict[HEAD_KEY], state_dict[EMBEDDING_KEY]):
+        raise ValueError(
+            "the checkpoint has a head (lm_head.weight / output.weight) that differs from its embedding, "
+            "but the configured "
+            "model ties the two: choose the builder of an untied model"
+        )
+    return "the checkpoint repeats its tied embedding as lm_head.weight: compared, equal, not loaded twice"
+
+
+def name_some(kind: str, keys: list[str]) -> list[str]:
+    """One line that counts `keys` and names the first ten; no line when there are none."""
+    if not keys:
+        return []
+    more = f" ... and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
+    return [f"  {kind} ({len(keys)}): {', '.join(keys[:SHOWN_KEYS])}{more}"]
+
+
+def init_rotary_tables(model: nn.Module, device: torch.device | str) -> None:
+    """Computes the buffers that no checkpoint holds: torchtune's rotary tables."""
+    with torch.device(device):
+        for module in model.modules():
+            rope_init = getattr(module, "rope_init", None)
+            if callable(rope_init):
+                rope_init()
+
+
+def assert_materialised(model: nn.Module) -> None:
+    """Nothing may be left on the meta device: it would give noise instead of an error."""
+    left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    assert not left, f"still on the meta device after loading: {left[:SHOWN_KEYS]}"
+
+
+def is_tied(model: nn.Module) -> bool:
+    """Whether the model's head is its embedding."""
+    return isinstance(getattr(model, "output", None), TiedLinear)
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """The dtype as configs write it: bf16, fp32, fp16, fp64, or torch's name."""
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.float64: "fp64"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))

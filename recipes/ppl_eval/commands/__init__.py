@@ -1,0 +1,1 @@
+"""The `ppl-eval` command."""

@@ -1,0 +1,244 @@
+"""Rows of tables: JSON lines, JSON, CSV, Parquet, Arrow and Hugging Face datasets.
+
+The ``datasets`` library reads the binary formats and the hub. JSON and CSV are read here, because a broken
+line must be named by its number, and because readers made for data frames turn texts such as "NA", "null" and
+"007" into something else.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ppl_eval.data.sources import ALL, Part, open_binary
+
+TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+_LARGEST_FIELD = 1 << 31
+_SHOWN = 60
+
+
+class _Bad(ValueError):
+    """A row that cannot be scored; ``bad_lines: skip`` leaves it out."""
+
+
+def read_table(
+    file: Path, kind: str, column: str, domain_column: str | None, skip: bool, notes: list[str]
+) -> Iterator[Part]:
+    """Texts of a table, one document a row.
+
+    Args:
+        file: the file.
+        kind: its suffix, one of ``TABLES``.
+        column: column of the texts.
+        domain_column: column of the domains.
+        skip: leave out broken lines and values that are no text, and note how many.
+        notes: gets a line where rows were left out.
+
+    Raises:
+        ValueError: if the file is damaged or empty, the column does not exist, or a row is bad and ``skip``
+            is off.
+    """
+    if kind in (".jsonl", ".json"):
+        rows = _json_rows(file, kind)
+    elif kind == ".csv":
+        rows = _csv_rows(file)
+    else:
+        rows = _binary_rows(
+            file, kind.removeprefix("."), [column, domain_column] if domain_column else [column]
+        )
+    return _parts(rows, str(file), column, domain_column, skip, notes)
+
+
+def rows_of(
+    rows: Any, name: str, column: str, domain_column: str | None, skip: bool, notes: list[str]
+) -> Iterator[Part]:
+    """Texts of a Hugging Face dataset; arguments and errors as for ``read_table``."""
+    columns = [column, domain_column] if domain_column else [column]
+    return _parts(_batched_rows(rows, name, columns), name, column, domain_column, skip, notes)
+
+
+def _parts(
+    rows: Iterable[tuple[str, Any]],
+    name: str,
+    column: str,
+    domain_column: str | None,
+    skip: bool,
+    notes: list[str],
+) -> Iterator[Part]:
+    skipped: list[str] = []
+    num_rows = 0
+    for where, row in rows:
+        num_rows += 1
+        try:
+            part = _part_of(row, where, column, domain_column)
+        except _Bad as bad:
+            if not skip:
+                raise ValueError(
+                    f"{bad}; mend it, or leave such rows out with dataset.bad_lines=skip"
+                ) from None
+            skipped.append(f"{bad}" if not skipped else where)
+            continue
+        yield part
+    if num_rows == len(skipped):
+        raise ValueError(
+            f"{name} has no rows" if num_rows == 0 else f"all {num_rows} rows of {name} are bad: {skipped[0]}"
+        )
+    if skipped:
+        told = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        notes.append(f"{len(skipped)} of {num_rows} rows of {name} are bad and were skipped: {told}")
+
+
+def load_saved(folder: Path, split: str | None) -> Any:
+    """A dataset that ``save_to_disk`` wrote, memory-mapped.
+
+    Raises:
+        ValueError: if the folder is damaged, or holds several splits (or others) and ``split`` names none of
+            them.
+    """
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise ValueError(f"dataset.name: {folder} is no whole dataset of save_to_disk: {error}") from error
+    if not isinstance(dataset, datasets.DatasetDict):
+        if split is not None:
+            raise ValueError(
+                f"dataset.split is {split!r}, but {folder} holds a single dataset without splits; leave "
+                "split out"
+            )
+        return dataset
+    if split not in dataset:
+        raise ValueError(f"dataset.split is {split!r}; {folder} has: {', '.join(dataset)}")
+    return dataset[split]
+
+
+def load_named(
+    name: str,
+    split: str,
+    config_name: str | None,
+    revision: str | None,
+    streaming: bool,
+    data_files: Any,
+) -> Any:
+    """A dataset by its name on the hub.
+
+    Raises:
+        ValueError: if it cannot be loaded; the library's own words say why.
+    """
+    import datasets
+
+    try:
+        return datasets.load_dataset(
+            name, config_name, split=split, revision=revision, streaming=streaming, data_files=data_files
+        )
+    except Exception as error:
+        raise ValueError(
+            f"dataset.name: the datasets library cannot load {name!r} (config_name={config_name!r}, "
+            f"split={split!r}): "
+            f"{type(error).__name__}: {error}. Without a network, give a folder that save_to_disk wrote, or "
+            "use "
+            "ppl_eval.data.text_files"
+        ) from error
+
+
+def _part_of(row: Any, where: str, column: str, domain_column: str | None) -> Part:
+    if isinstance(row, _Bad):
+        raise row
+    if not isinstance(row, dict):
+        raise _Bad(f"{where} is {_shown(row)}, not an object with columns")
+    for key, name in (("column", column), ("domain_column", domain_column)):
+        if name is not None and name not in row:
+            raise _Bad(
+                f"dataset.{key} is {name!r}, which {where} does not have; it has: {', '.join(map(str, row))}"
+            )
+    text = row[column]
+    if not isinstance(text, str):
+        raise _Bad(
+            f"{where}: {column!r} is {_shown(text)}, of type {type(text).__name__}; only text can be scored"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _Bad(
+            f"{where}: {column!r} holds half a surrogate pair ({text[error.start]!r}), which is no text"
+        ) from error
+    return Part(text, domain=ALL if domain_column is None else str(row[domain_column]))
+
+
+def _shown(value: Any) -> str:
+    told = repr(value)
+    return told if len(told) <= _SHOWN else told[:_SHOWN] + "..."
+
+
+def _json_rows(file: Path, kind: str) -> Iterator[tuple[str, Any]]:
+    with open_binary(file) as binary:
+        # Many files called .json are JSON lines; a list begins with a bracket.
+        if kind == ".json" and binary.peek(1 << 10).lstrip()[:1] == b"[":
+            try:
+                rows = json.loads(binary.read())
+            except ValueError as error:
+                raise ValueError(f"{file} is no JSON: {error}") from error
+            for number, row in enumerate(rows, start=1):
+                yield f"{file} row {number}", row
+            return
+        for number, line in enumerate(binary, start=1):
+            if not line.strip():
+                continue
+            where = f"{file} line {number}"
+            try:
+                yield where, json.loads(line)
+            except ValueError as error:
+                yield where, _Bad(f"{where} is no JSON ({error}): {_shown(line)}")
+
+
+def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(_LARGEST_FIELD)
+    with open_binary(file) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, strict=True)
+        header: list[str] | None = None
+        while True:
+            where = f"{file} line {reader.line_num + 1}"
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is not UTF-8 (near line {reader.line_num + 1}): {error}") from error
+            except csv.Error as error:
+                yield where, _Bad(f"{where} is no CSV ({error})")
+                continue
+            if header is None:
+                header = fields
+            elif fields and len(fields) != len(header):
+                yield where, _Bad(f"{where} has {len(fields)} fields, the first line has {len(header)}")
+            elif fields:
+                yield where, dict(zip(header, fields, strict=True))
+
+
+def _binary_rows(file: Path, kind: str, columns: list[str]) -> Iterator[tuple[str, Any]]:
+    import datasets
+    import pyarrow
+
+    try:
+        rows = datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
+        yield from _batched_rows(rows, str(file), columns)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is no whole {kind.capitalize()} file: {error}") from error
+
+
+def _batched_rows(rows: Any, name: str, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    number = 0
+    for table in rows.with_format("arrow").iter(batch_size=256):
+        for wanted in columns:
+            if wanted not in table.column_names:
+                key = "column" if wanted == columns[0] else "domain_column"
+                raise ValueError(
+                    f"dataset.{key} is {wanted!r}, which {name} does not have; it has: "
+                    f"{', '.join(table.column_names)}"
+                )
+        for row in table.select(columns).to_pylist():
+            number += 1
+            yield f"{name} row {number}", row

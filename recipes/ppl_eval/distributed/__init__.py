@@ -1,0 +1,1 @@
+"""Processes that belong together: rendezvous, agreement, the collectives, failing together."""

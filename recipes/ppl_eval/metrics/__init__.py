@@ -1,0 +1,1 @@
+"""Exact sums and the figures made from them."""

@@ -1,0 +1,134 @@
+"""What a rank counts while it scores: sums of the run, its domains, its blocks and its position buckets.
+
+Everything here is an exact integer sum, so ranks join theirs by adding one int64 vector.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ppl_eval.data.token_data import IGNORE_INDEX, TokenData
+from ppl_eval.metrics.standard_error import Blocks
+from ppl_eval.metrics.totals import Totals, WindowScores
+from ppl_eval.protocols.base import IntArray
+from ppl_eval.protocols.batches import Batch
+from ppl_eval.protocols.plan import Plan
+
+
+class Domain:
+    """Sums of a set of documents.
+
+    Args:
+        num_windows: windows of the set.
+        document_starts: first window of each document that has one, counted inside the set.
+    """
+
+    def __init__(self, num_windows: int, document_starts: IntArray) -> None:
+        self.totals = Totals()
+        self.blocks = Blocks(num_windows, document_starts)
+
+    def add(self, scores: WindowScores, window_B: IntArray, weights_B: IntArray | None) -> None:
+        """Add windows, by their number in the set."""
+        self.totals.add(scores, weights_B)
+        self.blocks.add(window_B, scores.nll_sum_B, scores.num_tokens_B)
+
+    def pack(self) -> IntArray:
+        """All sums as one int64 vector."""
+        return np.concatenate([self.totals.pack(), self.blocks.pack()])
+
+    def unpack(self, vector: IntArray) -> None:
+        """Take over a sum of ``pack`` vectors."""
+        size = len(self.totals.pack())
+        self.totals = Totals.unpack(vector[:size])
+        self.blocks.unpack(vector[size:])
+
+
+class Tally:
+    """All that is counted.
+
+    Args:
+        plan: the plan.
+        data: its tokens.
+        wishes: the config: in how many parts the positions of a window are counted apart (None: not at all).
+
+    Attributes:
+        run: sums of all windows.
+        domains: sums of each domain, by name; empty if there is only one.
+        positions: sums by how many tokens the model saw before a target: bucket i has the targets after
+            i * width + 1 to (i + 1) * width of them.
+    """
+
+    def __init__(self, plan: Plan, data: TokenData, wishes: Any) -> None:
+        self._first_window_D1, self._domain_D = plan.first_window_D1, data.domain_D
+        num_windows_D = plan.windows_per_document()
+        with_windows = np.flatnonzero(num_windows_D)
+        self.run = Domain(plan.num_windows, plan.first_window_D1[with_windows])
+        self.domains: dict[str, Domain] = {}
+        if data.domain_D is not None and len(data.domains) > 1:
+            domain_D = data.domain_D[: len(num_windows_D)]
+            # First window of each document, counted inside its domain.
+            self._start_D = np.zeros(len(num_windows_D), dtype=np.int64)
+            for index, name in enumerate(data.domains):
+                documents = np.flatnonzero(domain_D == index)
+                stops = np.cumsum(num_windows_D[documents])
+                self._start_D[documents] = stops - num_windows_D[documents]
+                starts = self._start_D[documents[num_windows_D[documents] > 0]]
+                self.domains[name] = Domain(int(stops[-1]) if len(stops) else 0, starts)
+        num_buckets = wishes.position_buckets or 0
+        self.bucket_width = -(-plan.protocol.max_seq_len // max(num_buckets, 1))
+        self.positions = [Totals() for _ in range(num_buckets)]
+
+    def add(self, batch: Batch, scores: WindowScores) -> None:
+        """Add a scored batch."""
+        self.run.add(scores, batch.window_ids_B, batch.weights_B)
+        self.run.totals.scored_lanes += batch.scored_lanes
+        if self.domains:
+            assert self._domain_D is not None
+            domain_B = self._domain_D[batch.document_B]
+            inside_B = batch.window_ids_B - self._first_window_D1[batch.document_B]
+            window_B = self._start_D[batch.document_B] + inside_B
+            for index, domain in enumerate(self.domains.values()):
+                here_B = domain_B == index
+                if here_B.any():
+                    weights_B = None if batch.weights_B is None else batch.weights_B[here_B]
+                    domain.add(scores.subset(here_B), window_B[here_B], weights_B)
+        if self.positions:
+            assert scores.nll_BT is not None
+            assert scores.correct_BT is not None
+            scored_BT = batch.labels_BT[: len(scores.nll_BT)].numpy() != IGNORE_INDEX
+            for index, bucket in enumerate(self.positions):
+                columns = slice(index * self.bucket_width, (index + 1) * self.bucket_width)
+                here = scored_BT[:, columns]
+                bucket.add_tokens(scores.nll_BT[:, columns][here], scores.correct_BT[:, columns][here])
+
+    def reduce(self, add_over_ranks: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> None:
+        """Replace this rank's sums by those of all ranks.
+
+        Args:
+            add_over_ranks: sums an int64 vector over ranks; called once.
+        """
+        parts: list[Domain] = [self.run, *self.domains.values()]
+        vectors = [part.pack() for part in parts] + [bucket.pack() for bucket in self.positions]
+        joined = add_over_ranks(np.concatenate(vectors))
+        cuts = np.cumsum([len(vector) for vector in vectors])[:-1]
+        pieces = np.split(joined, cuts)
+        for part, piece in zip(parts, pieces, strict=False):
+            part.unpack(piece)
+        self.positions = [Totals.unpack(piece) for piece in pieces[len(parts) :]]
+
+    def check_coverage(self, expected_tokens: int, expected_windows: int) -> None:
+        """See that exactly the targets of the plan were scored, each once; after ``reduce``.
+
+        Raises:
+            RuntimeError: if not, which is a fault in this program.
+        """
+        totals = self.run.totals
+        same_number = (totals.num_tokens, totals.num_windows) == (expected_tokens, expected_windows)
+        if not same_number or (totals.scored_lanes != totals.expected_lanes).any():
+            raise RuntimeError(
+                f"{totals.num_tokens} tokens in {totals.num_windows} windows were scored, but the plan has"
+                f" {expected_tokens} in {expected_windows}{' others' if same_number else ''}: a fault in this"
+                " program. No result was written"
+            )

@@ -1,0 +1,134 @@
+"""Figures that people quote, from exact sums: one division, one exponential, at the end."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ppl_eval.data.token_data import TokenData
+from ppl_eval.metrics.accumulator import Tally
+from ppl_eval.metrics.denominators import CoveredText
+from ppl_eval.metrics.standard_error import Blocks
+from ppl_eval.metrics.totals import Totals
+from ppl_eval.protocols.base import Protocol, exp_or_infinity
+
+
+def json_number(value: float | None) -> float | str | None:
+    """A float as strict JSON has it: infinity as the text "Infinity", which ``float()`` reads back."""
+    return "Infinity" if value is not None and math.isinf(value) else value
+
+
+def figures(totals: Totals, num_bytes: int | None, num_words: int | None) -> dict[str, Any]:
+    """All metrics of a set of windows, apart from their uncertainty.
+
+    Args:
+        totals: their sums.
+        num_bytes: UTF-8 bytes of the text they cover; None if unknown.
+        num_words: its words; None if unknown.
+
+    Returns:
+        ``perplexity`` = exp(NLL / tokens), ``bits_per_byte`` = NLL / (bytes ln 2), ``byte_perplexity`` =
+        exp(NLL / bytes), ``word_perplexity`` = exp(NLL / words) and the sums behind them; None where there is
+        nothing to divide by.
+    """
+    nll_sum = totals.nll_sum
+    ce_loss = totals.ce_loss() if totals.num_tokens else None
+    return {
+        "perplexity": _exp(ce_loss),
+        "ce_loss": ce_loss,
+        "nll_sum": nll_sum,
+        "nll_sum_hex": nll_sum.hex(),
+        "num_tokens": totals.num_tokens,
+        "num_windows": totals.num_windows,
+        "num_bytes": num_bytes,
+        "num_words": num_words,
+        "bits_per_byte": nll_sum / (num_bytes * math.log(2)) if num_bytes else None,
+        "byte_perplexity": _exp(nll_sum / num_bytes) if num_bytes else None,
+        "word_perplexity": _exp(nll_sum / num_words) if num_words else None,
+        "top1_accuracy": totals.num_correct / totals.num_tokens if totals.num_tokens else None,
+    }
+
+
+def uncertainty(totals: Totals, blocks: Blocks) -> dict[str, Any]:
+    """How sure the perplexity is (see ``blocks``).
+
+    Returns:
+        ``ce_loss_stderr``, ``perplexity_stderr`` (perplexity times that: delta method),
+        ``perplexity_interval_95`` (exp of the interval of ce_loss, so not symmetric) and what the blocks are;
+        None where there are too few blocks.
+    """
+    stderr, half_width = blocks.ce_loss_stderr(), blocks.half_width_95()
+    ce_loss = totals.ce_loss() if totals.num_tokens else 0.0
+    interval = None
+    if half_width is not None:
+        interval = [_exp(ce_loss - half_width), _exp(ce_loss + half_width)]
+    return {
+        "ce_loss_stderr": stderr,
+        "perplexity_stderr": None if stderr is None else json_number(exp_or_infinity(ce_loss) * stderr),
+        "perplexity_interval_95": interval,
+        "stderr_blocks": {"made_of": blocks.kind, "num_blocks": blocks.num_blocks},
+    }
+
+
+def protocol_figures(protocol: Protocol, totals: Totals, num_words: int | None) -> dict[str, Any]:
+    """Figures that only this protocol has, and those that its reference computes in another way.
+
+    Args:
+        protocol: the protocol.
+        totals: the sums of a set of windows.
+        num_words: words of the text they cover; None if unknown.
+    """
+    if protocol.figures is None or not totals.num_tokens:
+        return {}
+    own = protocol.figures(totals.scored_sums(num_words or 0))
+    return {name: json_number(value) for name, value in own.items()}
+
+
+def all_figures(
+    tally: Tally, protocol: Protocol, data: TokenData, covered: CoveredText | None
+) -> dict[str, Any]:
+    """The figures of a run: of all windows (micro: every token weighs the same), and under ``domains`` and
+    ``positions`` of parts of them, where these are counted.
+
+    ``macro_ce_loss`` is the mean over domains of their ``ce_loss``, so that every domain weighs the same, and
+    ``macro_perplexity`` its exponential.
+    """
+
+    def of(part: Any, documents: Any) -> dict[str, Any]:
+        num_bytes = num_words = None
+        if covered is not None:
+            num_bytes = int(covered.num_bytes_D[documents].sum())
+            num_words = int(covered.num_words_D[documents].sum())
+        return {
+            **figures(part.totals, num_bytes, num_words),
+            **uncertainty(part.totals, part.blocks),
+            **protocol_figures(protocol, part.totals, num_words),
+        }
+
+    found = of(tally.run, slice(None))
+    if tally.domains:
+        assert data.domain_D is not None
+        covered_domain_D = data.domain_D if covered is None else data.domain_D[: len(covered.num_bytes_D)]
+        found["domains"] = {
+            name: of(domain, np.flatnonzero(covered_domain_D == index))
+            for index, (name, domain) in enumerate(tally.domains.items())
+        }
+        losses = [part["ce_loss"] for part in found["domains"].values() if part["ce_loss"] is not None]
+        found["macro_ce_loss"] = math.fsum(losses) / len(losses)
+        found["macro_perplexity"] = _exp(found["macro_ce_loss"])
+    if tally.positions:
+        found["positions"] = [
+            {
+                "context_tokens": [i * tally.bucket_width + 1, (i + 1) * tally.bucket_width],
+                **{name: figures(bucket, None, None)[name] for name in _BY_POSITION},
+            }
+            for i, bucket in enumerate(tally.positions)
+        ]
+    return found
+
+
+_BY_POSITION = ("perplexity", "ce_loss", "nll_sum", "num_tokens", "top1_accuracy")
+
+
+def _exp(value: float | None) -> float | str | None:
+    return None if value is None else json_number(exp_or_infinity(value))

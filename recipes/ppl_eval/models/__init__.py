@@ -1,0 +1,1 @@
+"""Decoders as they are scored: families, corrections of torchtune, attention, facts of a built model."""

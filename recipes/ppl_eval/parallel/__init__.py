@@ -1,0 +1,1 @@
+"""Models and contexts over devices: mesh axes, FSDP, tensor and context parallelism."""

@@ -1,0 +1,154 @@
+"""Windows to tensors: gather tokens, align labels, pad on the right."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ppl_eval.data.token_data import IGNORE_INDEX, TokenData
+from ppl_eval.protocols import coverage
+from ppl_eval.protocols.base import IntArray, Windows
+from ppl_eval.protocols.plan import Plan
+from ppl_eval.protocols.sampler import DUMMY_BATCH
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The windows that go through the model together.
+
+    Attributes:
+        tokens_BT: inputs, padded on the right with 0; int64.
+        labels_BT: the target of each input, -100 where nothing is scored; int64.
+        window_ids_B: ids in the plan; empty for a dummy batch.
+        document_B: document of each window.
+        start_B: first position of each window in its document.
+        scored_lanes: set hash of the scored targets (see ``coverage``).
+        weights_B: weight of each window's mean NLL, where the protocol has such weights; int64.
+    """
+
+    tokens_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    window_ids_B: IntArray
+    document_B: IntArray
+    start_B: IntArray
+    scored_lanes: coverage.Lanes
+    weights_B: IntArray | None = None
+
+
+class WindowBatches(Dataset[Batch]):
+    """Batch b of the plan as tensors, made when asked for.
+
+    Args:
+        plan: the plan.
+        data: the token stream that the plan was laid over.
+        prefix_token: the token that stands before windows with a prefix; None if the protocol has none.
+    """
+
+    def __init__(self, plan: Plan, data: TokenData, prefix_token: int | None = None) -> None:
+        self.plan, self.data, self.prefix_token = plan, data, prefix_token
+
+    def __len__(self) -> int:
+        """Batches of the plan."""
+        return self.plan.num_batches
+
+    def __getitem__(self, batch: int) -> Batch:
+        """The batch with this index, or a dummy of one unscored token for ``DUMMY_BATCH``."""
+        if batch == DUMMY_BATCH:
+            none = np.zeros(0, dtype=np.int64)
+            return Batch(
+                torch.zeros(1, 1, dtype=torch.int64),
+                torch.full((1, 1), IGNORE_INDEX),
+                none,
+                none,
+                none,
+                coverage.lanes_of(none, none),
+            )
+        windows = self.plan.batch_windows(batch)
+        weights = self.plan.protocol.window_weights
+        tokens_BT, labels_BT = self._tensors(windows)
+        first = batch * self.plan.batch_size
+        return Batch(
+            torch.from_numpy(tokens_BT),
+            torch.from_numpy(labels_BT),
+            np.arange(first, first + len(windows.start), dtype=np.int64),
+            windows.document,
+            windows.start,
+            scored_lanes(windows, self.data),
+            None if weights is None else weights(windows),
+        )
+
+    def _tensors(self, windows: Windows) -> tuple[IntArray, IntArray]:
+        prefix_B1 = windows.prefix.astype(np.int64)[:, None]
+        start_B1, stop_B1 = windows.start[:, None], windows.stop[:, None]
+        offset_B1 = self.data.offsets_D1[windows.document][:, None]
+        column_T = np.arange(self._width(int(windows.num_inputs.max())), dtype=np.int64)
+        # Position of the target of each input; its input is one before it, or the prefix token.
+        target_BT = start_B1 + column_T + 1 - prefix_B1
+        real_BT = target_BT < stop_B1
+        target_BT = np.where(real_BT, target_BT, start_B1)
+        scored_BT = real_BT & (target_BT >= windows.score_start[:, None])
+        stream_BT = offset_B1 + target_BT
+
+        labels = self.data.tokens if self.data.labels is None else self.data.labels
+        labels_BT = np.where(scored_BT, labels[stream_BT].astype(np.int64), IGNORE_INDEX)
+        tokens_BT = self.data.tokens[np.maximum(stream_BT - 1, 0)].astype(np.int64)
+        tokens_BT[~real_BT] = 0
+        if windows.prefix.any():
+            assert self.prefix_token is not None, "the plan wants a prefix token, and none was given"
+            tokens_BT[windows.prefix, 0] = self.prefix_token
+        return tokens_BT, labels_BT
+
+    def _width(self, num_inputs: int) -> int:
+        # A CPU takes longer for 1,023 positions than for 1,024, the last of which is padding.
+        return max(num_inputs, min(-(-num_inputs // 8) * 8, self.plan.protocol.max_seq_len))
+
+
+def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
+    """Set hash of the targets that windows score, label masks applied."""
+    num_targets = windows.num_targets
+    document_N = np.repeat(windows.document, num_targets)
+    # Positions of each window's targets, laid end to end: a running index less where its window begins, plus
+    # the window's first target.
+    before = np.cumsum(num_targets) - num_targets
+    position_N = np.arange(len(document_N), dtype=np.int64) + np.repeat(
+        windows.score_start - before, num_targets
+    )
+    if data.labels is not None:
+        kept = data.labels[data.offsets_D1[document_N] + position_N] != IGNORE_INDEX
+        document_N, position_N = document_N[kept], position_N[kept]
+    return coverage.lanes_of(document_N, position_N)
+
+
+def masked_targets(plan: Plan, data: TokenData) -> int:
+    """Targets of the plan's windows whose label is -100: the plan counts them as expected, and nothing scores
+    them."""
+    if data.labels is None:
+        return 0
+    num_masked = 0
+    step = max(1, (1 << 20) // plan.protocol.max_seq_len)
+    for first in range(0, plan.num_windows, step):
+        windows = plan.windows(first, min(first + step, plan.num_windows))
+        begin = data.offsets_D1[windows.document]
+        # Running counts of masked labels over the span of these windows: a difference of two is a window's.
+        low, high = int((begin + windows.score_start).min()), int((begin + windows.stop).max())
+        masked = np.concatenate([[0], np.cumsum(data.labels[low:high] == IGNORE_INDEX)])
+        num_masked += int(
+            (masked[begin + windows.stop - low] - masked[begin + windows.score_start - low]).sum()
+        )
+    return num_masked
+
+
+def expected_lanes(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.Lanes:
+    """This rank's share of the set hash of all targets of the plan.
+
+    The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over
+    ranks checks the sharding and not only the arithmetic.
+    """
+    first, last = (plan.num_windows * r // num_replicas for r in (rank, rank + 1))
+    lanes = np.zeros(coverage.LANES, dtype=np.uint64)
+    # About 2^20 targets at a time, so that memory stays flat.
+    step = max(1, (1 << 20) // plan.protocol.max_seq_len)
+    for start in range(first, last, step):
+        lanes += scored_lanes(plan.windows(start, min(start + step, last)), data)
+    return lanes

@@ -1,0 +1,45 @@
+"""Proof that every target was scored once: a hash of a set that does not depend on who scored what, or when.
+
+Each (document, position) pair is hashed to four 64-bit numbers, and the hash of a set is their sum modulo
+2^64 (a multiset hash after Bellare and Micciancio, "A new paradigm for collision-free hashing", 1997). Sums
+over disjoint parts add up, so every rank hashes what it scored and one integer reduction joins them; a target
+missed or scored twice changes the sum. It guards against mistakes, not attackers.
+"""
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from ppl_eval.protocols.base import IntArray
+
+LANES = 4
+# splitmix64 (Steele, Lea and Flood, 2014): its increment and the two multipliers of its finaliser.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+Lanes = npt.NDArray[np.uint64]
+
+
+def mix64(x: Lanes) -> Lanes:
+    """Scramble 64-bit numbers, one to one (splitmix64's finaliser)."""
+    x = (x ^ (x >> _S30)) * _M1
+    x = (x ^ (x >> _S27)) * _M2
+    return x ^ (x >> _S31)
+
+
+def lanes_of(document_N: IntArray, position_N: IntArray) -> Lanes:
+    """Hash of the set of (document, position) pairs: uint64 [LANES], to be added modulo 2^64."""
+    lanes = np.zeros(LANES, dtype=np.uint64)
+    for lane in range(LANES):
+        seed = mix64(np.full(1, lane + 1, dtype=np.uint64) * _GOLDEN)
+        document_hash = mix64(document_N.astype(np.uint64) + seed)
+        lanes[lane] = mix64(document_hash + position_N.astype(np.uint64) * _GOLDEN).sum(dtype=np.uint64)
+    return lanes
+
+
+def digest(lanes: Lanes, num_tokens: int) -> str:
+    """The set's sha256, as the result shows it: over the four sums and the number of pairs, little endian."""
+    return hashlib.sha256(lanes.astype("<u8").tobytes() + int(num_tokens).to_bytes(8, "little")).hexdigest()

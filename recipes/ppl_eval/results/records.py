@@ -1,0 +1,219 @@
+"""What each window, and each document, scored: Parquet files, for those who want to look closer.
+
+``windows.parquet``, one row a window, ordered by ``window_id``:
+
+    window_id    int64    number of the window in the plan
+    document     int64    number of its document (protocols that join have one document a domain)
+    domain       string   the document's domain
+    start        int64    first token of the document that the model saw
+    score_start  int64    first token that was scored
+    stop         int64    one past the last token that was scored
+    prefix       bool     whether a prefix token stood before ``start``
+    num_tokens   int64    scored tokens (less than stop - score_start where labels mask some)
+    num_correct  int64    scored tokens that were the most likely one
+    nll_sum      double   their NLL, nats
+    nll_sq_sum   double   sum of their squared NLL, nats^2
+
+``documents.parquet``, one row a document that has a window: document, domain, num_windows, num_tokens,
+num_correct, num_bytes, num_words (null where the protocol leaves out text), nll_sum, ce_loss, perplexity,
+bits_per_byte.
+
+The values of a window are float64 that one rank computed, so the files have the same content for any number
+of ranks. No file system need be shared: ranks send their rows to rank 0, some MB at a time.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ppl_eval.data.token_data import TokenData
+from ppl_eval.metrics.denominators import CoveredText
+from ppl_eval.protocols.base import IntArray, Windows, exp_or_infinity
+from ppl_eval.protocols.plan import Plan
+from ppl_eval.results.ledger import Records
+
+Reduce = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+
+_CHUNK = 1 << 17
+_WINDOWS = pa.schema(
+    [(name, pa.int64()) for name in ("window_id", "document")]
+    + [("domain", pa.string())]
+    + [(name, pa.int64()) for name in ("start", "score_start", "stop")]
+    + [("prefix", pa.bool_())]
+    + [(name, pa.int64()) for name in ("num_tokens", "num_correct")]
+    + [(name, pa.float64()) for name in ("nll_sum", "nll_sq_sum")]
+)
+_DOCUMENTS = pa.schema(
+    [("document", pa.int64()), ("domain", pa.string())]
+    + [(name, pa.int64()) for name in ("num_windows", "num_tokens", "num_correct", "num_bytes", "num_words")]
+    + [(name, pa.float64()) for name in ("nll_sum", "ce_loss", "perplexity", "bits_per_byte")]
+)
+
+
+class Rows(NamedTuple):
+    """What neighbouring windows scored."""
+
+    windows: Windows
+    first: int
+    num_tokens: IntArray
+    num_correct: IntArray
+    nll_sum: npt.NDArray[np.float64]
+    nll_sq_sum: npt.NDArray[np.float64]
+
+
+def gather(own: Records, plan: Plan, add_over_ranks: Reduce) -> Iterator[Rows]:
+    """All windows of all ranks in order, a chunk at a time; every rank must run through it.
+
+    A window was scored by one rank, so its row is the sum over ranks of that row and zeros, bit by bit.
+
+    Args:
+        own: what this rank scored, ordered by window.
+        plan: the plan.
+        add_over_ranks: sums an int64 vector over ranks.
+    """
+    for first in range(0, plan.num_windows, _CHUNK):
+        last = min(first + _CHUNK, plan.num_windows)
+        here = own[slice(*np.searchsorted(own["window_id"], [first, last]))]
+        rows = np.zeros((last - first, 5), dtype=np.int64)
+        place = here["window_id"] - first
+        rows[place, 0] = 1
+        for column, name in enumerate(("num_tokens", "num_correct", "nll_sum", "nll_sq_sum"), start=1):
+            rows[place, column] = here[name].view(np.int64)
+        rows = add_over_ranks(rows.ravel()).reshape(rows.shape)
+        assert (rows[:, 0] == 1).all(), "a window was recorded by no rank, or by more than one"
+        nll_sum, nll_sq_sum = (np.ascontiguousarray(rows[:, i]).view(np.float64) for i in (3, 4))
+        yield Rows(plan.windows(first, last), first, rows[:, 1], rows[:, 2], nll_sum, nll_sq_sum)
+
+
+def write(
+    output_dir: Path | None,
+    own: Records,
+    plan: Plan,
+    data: TokenData,
+    covered: CoveredText | None,
+    add_over_ranks: Reduce,
+    *,
+    per_window: bool,
+    per_document: bool,
+) -> None:
+    """Gather all records and write what was asked for; all ranks take part, and one of them writes.
+
+    Args:
+        output_dir: where to write; None on ranks that don't.
+        own: what this rank scored (``Ledger.own``).
+        plan: the plan.
+        data: its tokens.
+        covered: text that each document covers, where it is known.
+        add_over_ranks: sums an int64 vector over ranks.
+        per_window: write ``windows.parquet``.
+        per_document: write ``documents.parquet``.
+    """
+    with ExitStack() as stack:
+        windows = documents = None
+        if output_dir is not None and per_window:
+            windows = stack.enter_context(_whole_file(output_dir / "windows.parquet", _WINDOWS))
+        if output_dir is not None and per_document:
+            file = stack.enter_context(_whole_file(output_dir / "documents.parquet", _DOCUMENTS))
+            documents = _Documents(file, data, covered)
+        for rows in gather(own, plan, add_over_ranks):
+            if windows is not None:
+                windows.write_table(_window_table(rows, data))
+            if documents is not None:
+                documents.add(rows)
+        if documents is not None:
+            documents.flush(len(plan.length_D))
+
+
+@contextmanager
+def _whole_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    # There whole, or not at all.
+    half = path.with_name(f".{path.name}.{os.getpid()}.half")
+    try:
+        with open(half, "wb") as file:
+            with pq.ParquetWriter(file, schema) as writer:
+                yield writer
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def _domain_names(data: TokenData, document_K: IntArray) -> pa.Array:
+    index = np.zeros(len(document_K), dtype=np.int32) if data.domain_D is None else data.domain_D[document_K]
+    return pa.array(np.array(data.domains, dtype=object)[index], pa.string())
+
+
+def _window_table(rows: Rows, data: TokenData) -> pa.Table:
+    windows = rows.windows
+    columns: dict[str, Any] = {
+        **windows._asdict(),
+        "window_id": np.arange(rows.first, rows.first + len(windows.start)),
+        "domain": _domain_names(data, windows.document),
+        "num_tokens": rows.num_tokens,
+        "num_correct": rows.num_correct,
+        "nll_sum": rows.nll_sum,
+        "nll_sq_sum": rows.nll_sq_sum,
+    }
+    return pa.table({name: columns[name] for name in _WINDOWS.names}, schema=_WINDOWS)
+
+
+class _Documents:
+    """Sums windows to documents as they come by: a document's windows are neighbours."""
+
+    def __init__(self, file: pq.ParquetWriter, data: TokenData, covered: CoveredText | None) -> None:
+        self._file, self._data, self._covered = file, data, covered
+        self._rows: dict[int, list[Any]] = {}
+
+    def add(self, rows: Rows) -> None:
+        """Add the windows of a chunk; documents that no later window can belong to are written."""
+        document_K, first_K = np.unique(rows.windows.document, return_index=True)
+        last_K = np.append(first_K[1:], len(rows.windows.document))
+        for document, first, last in zip(document_K.tolist(), first_K.tolist(), last_K.tolist(), strict=True):
+            row = self._rows.setdefault(document, [0, 0, 0, []])
+            row[0] += last - first
+            row[1] += int(rows.num_tokens[first:last].sum())
+            row[2] += int(rows.num_correct[first:last].sum())
+            row[3] += rows.nll_sum[first:last].tolist()
+        self.flush(int(document_K[-1]))
+
+    def flush(self, before: int) -> None:
+        """Write the documents with numbers below ``before``."""
+        done = [document for document in self._rows if document < before]
+        if done:
+            table = [self._figures(document, *self._rows.pop(document)) for document in done]
+            columns: dict[str, Any] = {name: [row[name] for row in table] for name in _DOCUMENTS.names[2:]}
+            columns["document"] = done
+            columns["domain"] = _domain_names(self._data, np.array(done))
+            self._file.write_table(
+                pa.table({name: columns[name] for name in _DOCUMENTS.names}, schema=_DOCUMENTS)
+            )
+
+    def _figures(
+        self, document: int, num_windows: int, num_tokens: int, num_correct: int, nll_sums: list[float]
+    ) -> dict[str, Any]:
+        nll_sum = math.fsum(nll_sums)
+        num_bytes = num_words = None
+        if self._covered is not None:
+            num_bytes = int(self._covered.num_bytes_D[document])
+            num_words = int(self._covered.num_words_D[document])
+        ce_loss = nll_sum / num_tokens if num_tokens else None
+        return {
+            "num_windows": num_windows,
+            "num_tokens": num_tokens,
+            "num_correct": num_correct,
+            "num_bytes": num_bytes,
+            "num_words": num_words,
+            "nll_sum": nll_sum,
+            "ce_loss": ce_loss,
+            "perplexity": None if ce_loss is None else exp_or_infinity(ce_loss),
+            "bits_per_byte": nll_sum / (num_bytes * math.log(2)) if num_bytes else None,
+        }

@@ -1,0 +1,188 @@
+"""The model of a run: built without memory, filled from the checkpoint, quantised where asked, made ready to
+score."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtune import training
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval.checkpoints.lazy_state_dict import check_state_dict, load_into, note_conversions
+from ppl_eval.checkpoints.load import LoadedCheckpoint
+from ppl_eval.checkpoints.quantized_tensors import is_quantized
+from ppl_eval.config.components import instantiate
+from ppl_eval.config.settings import Settings
+from ppl_eval.models import attention, config_check, families
+from ppl_eval.models import cpu_rotary as rotary
+from ppl_eval.parallel.parallel_dims import ParallelDims
+from ppl_eval.quantization.awq import Share, run_alone
+from ppl_eval.quantization.quantize import QuantizationReport, quantize
+from ppl_eval.scoring import concurrency as lanes
+from ppl_eval.scoring import split as parallel
+from ppl_eval.scoring.nll import ScoringModel
+
+
+@dataclass
+class BuiltModel:
+    """A model that is ready to score.
+
+    Attributes:
+        scorer: the decoder with its head.
+        num_parameters: parameters of the decoder, tied ones counted once, before quantisation.
+        quantization: what was quantised, or None.
+        notes: everything the person should know about how it was loaded.
+    """
+
+    scorer: ScoringModel
+    num_parameters: int
+    quantization: QuantizationReport | None
+    notes: list[str] = field(default_factory=list)
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks once weights were calibrated: a digest of the quantised ones."""
+        digest = self.quantization and self.quantization.digest
+        return {"calibrated weights": digest} if digest else {}
+
+
+def build_on_meta(settings: Settings, dtype: torch.dtype) -> TransformerDecoder:
+    """Build the config's model without weights.
+
+    Raises:
+        ValueError: if the component is not a text decoder.
+    """
+    with training.set_default_dtype(dtype), torch.device("meta"):
+        model = instantiate("model", settings.model)
+    if not isinstance(model, TransformerDecoder):
+        raise ValueError(
+            f"model._component_ is {settings.model._component_!r}, which builds a {type(model).__name__}; it"
+            " must build a torchtune TransformerDecoder, a text model without adapters"
+        )
+    return model
+
+
+def match_family(
+    model: TransformerDecoder, checkpoint: LoadedCheckpoint, settings: Settings
+) -> tuple[str, list[str]]:
+    """Mend what torchtune computes differently from transformers, then hold the model against config.json.
+
+    Args:
+        model: as built, on meta: before weights, shards and quantisation.
+        checkpoint: opened, for its config.json.
+        settings: for the builder's name, ``config_check`` and the checkpointer's ``model_type``.
+
+    Returns:
+        The verdict of the check and notes.
+
+    Raises:
+        ValueError: if the family is not supported, or the model differs from config.json.
+    """
+    builder = settings.model._component_
+    notes = families.correct(model, builder, checkpoint.hf_config)
+    model_type = settings.checkpointer.get("model_type")
+    verdict, remarks = config_check.verify(
+        model, builder, checkpoint.hf_config, settings.config_check, model_type
+    )
+    return verdict, notes + remarks
+
+
+def check_fit(model: TransformerDecoder, max_seq_len: int, vocab_size: int) -> None:
+    """Refuse windows longer than the model's context, and a tokenizer with ids that the model does not have.
+
+    Raises:
+        ValueError: if one of them does not fit.
+    """
+    if max_seq_len > model.max_seq_len:
+        raise ValueError(
+            f"protocol.max_seq_len is {max_seq_len}, but the model was built for {model.max_seq_len} tokens;"
+            f" use protocol.max_seq_len={model.max_seq_len} or less, or raise model.max_seq_len if the"
+            " checkpoint was trained for more"
+        )
+    model_vocab = model.tok_embeddings.num_embeddings
+    if vocab_size > model_vocab:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} ids, but the model's vocabulary has {model_vocab}: the tokenizer"
+            " belongs to another model"
+        )
+
+
+def prepare_for_device(decoder: TransformerDecoder, device: torch.device, compiled: bool) -> None:
+    """Put kernels that suit a CPU in the places of torchtune's; a compiler makes its own."""
+    if device.type == "cpu" and not compiled:
+        attention.install_everywhere(decoder)
+        rotary.install(decoder)
+
+
+def load_model(
+    decoder: TransformerDecoder,
+    checkpoint: LoadedCheckpoint,
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: ParallelDims,
+    mesh: DeviceMesh | None,
+    batches: list[torch.Tensor] | None = None,
+    share: Share = run_alone,
+) -> BuiltModel:
+    """Fill a model built on meta, quantise it, split it over the mesh, and wrap it for scoring.
+
+    ``batches`` and ``share`` are the calibration text and the division of its work: see ``quantize``.
+
+    Raises:
+        ValueError: if checkpoint and model do not fit, the quantiser cannot be used, or the model cannot be
+            split so.
+    """
+    num_parameters = count_parameters(decoder)
+    state_dict = checkpoint.state_dict
+    decoder.eval().requires_grad_(False)
+    prepare_for_device(decoder, device, settings.compile)
+    whole = settings.quantizer is not None or any(map(is_quantized, state_dict.meta.values()))
+    if whole:
+        dims.check_quantized()
+    whole = whole or not (dims.fsdp_enabled or dims.tp_enabled)
+    plan = settings.tensor_parallel_plan
+    # Lanes have logits at the same time. Without lanes a CPU cuts the same chunks: their shape is part of the
+    # bits.
+    chunks_at_once = lanes.MAX_LANES if device.type == "cpu" else 1
+
+    def split() -> parallel.SplitModel:
+        return parallel.split_model(
+            decoder,
+            dims,
+            mesh,
+            device,
+            max_logits_bytes=int(settings.max_logits_mib * 2**20) // chunks_at_once,
+            shard=not whole,
+            plan=None if plan is None else instantiate("tensor_parallel_plan", plan),
+            reshard_after_forward=settings.fsdp_reshard_after_forward,
+            cpu_offload=settings.fsdp_cpu_offload,
+            whole_layers=settings.compile,
+        )
+
+    notes: list[str] = []
+    if dtype == torch.float64:
+        notes.append(
+            "dtype=fp64: torchtune's norms and rotary embeddings, and the log-softmax, stay in float32"
+        )
+    report = None
+    if whole:
+        notes += load_into(decoder, state_dict, dtype=dtype, device=device)
+        decoder.requires_grad_(False)
+        if settings.quantizer is not None:
+            report = quantize(decoder, settings.quantizer, device, batches=batches, share=share)
+            notes += report.notes
+        model = split()
+    else:
+        names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
+        notes += note_conversions(state_dict, names, dtype)
+        model = split()
+        model.load(state_dict)
+    if settings.compile:
+        training.compile_model(decoder)
+    return BuiltModel(model.scorer, num_parameters, report, notes + model.notes)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Parameters of a model, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())

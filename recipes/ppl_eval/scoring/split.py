@@ -1,0 +1,104 @@
+"""From a decoder on the meta device to one that is split over the mesh and ready to be loaded, in the order
+that the parts need.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval.parallel import context_parallel, tensor_parallel
+from ppl_eval.parallel import fsdp as sharding
+from ppl_eval.parallel.parallel_dims import ParallelDims, fsdp_mesh
+from ppl_eval.scoring.nll import ScoringModel
+
+
+@dataclass(frozen=True)
+class SplitModel:
+    """A decoder that is split over the mesh.
+
+    Attributes:
+        scorer: what every rank calls, once per batch.
+        slices: the parts of split parameters that this rank keeps.
+        device: where it computes.
+        cpu_offload: whether its parameters wait in host memory.
+        notes: settings that had no effect.
+    """
+
+    scorer: ScoringModel
+    slices: dict[str, sharding.Slice]
+    device: torch.device
+    cpu_offload: bool
+    notes: list[str]
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Allocate this rank's part and fill it from whole tensors, one at a time
+        (``sharding.load_parameters``).
+        """
+        sharding.materialize(self.scorer, self.device, self.cpu_offload)
+        sharding.load_parameters(self.scorer.decoder, tensors, self.slices)
+
+
+def split_model(
+    decoder: TransformerDecoder,
+    dims: ParallelDims,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    max_logits_bytes: int,
+    shard: bool = True,
+    plan: Mapping[str, ParallelStyle] | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+    whole_layers: bool = False,
+) -> SplitModel:
+    """Split layers over ``tp``, attention over ``cp``, and parameters over ``dp_shard`` x ``cp``.
+
+    Args:
+        decoder: on the meta device, its family's corrections applied, its checkpoint's names and shapes
+            checked.
+        dims: degrees.
+        mesh: what ``dims.build_mesh`` returned.
+        device: where this rank computes.
+        max_logits_bytes: see ``ScoringModel``.
+        shard: False leaves parameters whole on every rank, loaded or not: weights that cannot be split.
+        plan: a user's ``tensor_parallel_plan``, which takes the place of the built-in one.
+        reshard_after_forward: see ``sharding.shard_model``.
+        cpu_offload: see ``sharding.shard_model``.
+        whole_layers: see ``sharding.shard_model``.
+
+    Raises:
+        ValueError: if the model cannot be split so.
+    """
+    assert shard or not dims.tp_enabled
+    slices: dict[str, sharding.Slice] = {}
+    notes: list[str] = []
+    tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None
+    cp_group = mesh.get_group("cp") if mesh is not None and dims.cp_enabled else None
+    if plan is not None and tp_mesh is None:
+        notes.append("tensor_parallel_plan has no effect with tensor_parallel_dim: 1")
+    if tp_mesh is not None:
+        if plan is None:
+            slices = tensor_parallel.split_model(decoder, tp_mesh.get_group())
+        else:
+            tensor_parallel.apply_plan(decoder, tp_mesh, plan)
+    if cp_group is not None:
+        context_parallel.split_attention(decoder, cp_group)
+    vocab_group = tp_mesh.get_group() if tp_mesh is not None and plan is None else None
+    scorer = ScoringModel(decoder, max_logits_bytes, vocab_group=vocab_group, sequence_group=cp_group)
+    if mesh is not None and shard and dims.fsdp_enabled:
+        notes += sharding.shard_model(
+            scorer,
+            decoder,
+            fsdp_mesh(mesh, dims),
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            whole_layers=whole_layers,
+        )
+    elif cpu_offload:
+        notes.append("fsdp_cpu_offload has no effect without FSDP (data_parallel_shard_dim: 1)")
+    sharded_offload = cpu_offload and dims.fsdp_enabled and device.type != "cpu"
+    return SplitModel(scorer, slices, device, sharded_offload, notes)

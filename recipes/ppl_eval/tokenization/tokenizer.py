@@ -1,0 +1,118 @@
+"""One face for torchtune's tokenizers: text to ids without BOS, and what the model's own tokenizer call would
+add.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ppl_eval.tokenization.encoders import Encoding, encoding_of
+
+# What the family's Hugging Face tokenizer does when it is simply called on a text. torchtune's classes don't
+# say: their `encode` adds BOS unless told not to.
+_ADDS_BOS = {
+    "Llama2Tokenizer": True,
+    "Llama3Tokenizer": True,
+    "MistralTokenizer": True,
+    "GemmaTokenizer": True,
+    "Phi3MiniTokenizer": False,
+    "Phi4Tokenizer": False,
+    "Qwen2Tokenizer": False,
+    "Qwen2_5Tokenizer": False,
+}
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A tokenizer as this project uses it.
+
+    Attributes:
+        encoding: text to ids, no BOS and no EOS, and what it takes to do so in pieces.
+        decode: ids to text.
+        bos_id: id of BOS, or None.
+        eos_id: id of EOS, or None.
+        adds_bos: whether the model's own tokenizer call puts BOS first.
+        vocab_size: number of ids.
+        sha256: hash of the tokenizer's files.
+        tokenizer: torchtune's object, for its own datasets.
+    """
+
+    encoding: Encoding
+    decode: Callable[[list[int]], str]
+    bos_id: int | None
+    eos_id: int | None
+    adds_bos: bool
+    vocab_size: int
+    sha256: str
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> npt.NDArray[np.int64]:
+        """Text to ids in one call, no BOS and no EOS."""
+        return self.encoding.encode(text)
+
+    def bos_tokens(self, policy: str) -> list[int]:
+        """Ids that go before a text under a BOS policy; ``each_window`` leaves that to the windows.
+
+        Raises:
+            ValueError: if BOS is wanted and the tokenizer has none.
+        """
+        if policy in ("never", "each_window") or (policy == "tokenizer" and not self.adds_bos):
+            return []
+        if self.bos_id is None:
+            raise ValueError(
+                f"protocol.bos is {policy!r}, but this tokenizer has no BOS token; use protocol.bos=never"
+            )
+        return [self.bos_id]
+
+
+def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
+    """Wrap an instantiated torchtune tokenizer.
+
+    Args:
+        tokenizer: the component of the config's ``tokenizer`` section.
+        config: that section, whose file names are hashed.
+    """
+    from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+
+    encoding = encoding_of(tokenizer, config)
+    if isinstance(tokenizer, HuggingFaceBaseTokenizer):
+        adds_bos = tokenizer.hf_adds_bos or bool((tokenizer.config or {}).get("add_bos_token"))
+    else:
+        adds_bos = _ADDS_BOS.get(type(tokenizer).__name__, tokenizer.bos_id is not None)
+    return TextEncoder(
+        encoding=encoding,
+        decode=tokenizer.decode,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        adds_bos=adds_bos,
+        vocab_size=_vocab_size(tokenizer),
+        sha256=_hash_files(config),
+        tokenizer=tokenizer,
+    )
+
+
+def _vocab_size(tokenizer: Any) -> int:
+    """One more than the highest id. (What torchtune's classes call ``vocab_size`` may leave special tokens
+    out, and Qwen's have no such name.)
+    """
+    inner = getattr(tokenizer, "tokenizer", None)
+    if inner is not None and hasattr(inner, "get_vocab"):
+        return max(inner.get_vocab().values()) + 1
+    known = getattr(tokenizer, "vocab_size", None) or len(tokenizer.encoder)
+    return max(known, *(special + 1 for special in getattr(tokenizer, "special_tokens", {}).values()), 0)
+
+
+def _hash_files(config: Mapping[str, Any]) -> str:
+    # Settings that are not files (a prompt template, a maximal length) shape the ids too.
+    digest = hashlib.sha256()
+    for key in sorted(config):
+        value = config[key]
+        path = Path(value) if isinstance(value, str) else None
+        content = path.read_bytes() if path is not None and path.is_file() else str(value).encode()
+        digest.update(f"{key}:{len(content)}:".encode() + content)
+    return digest.hexdigest()

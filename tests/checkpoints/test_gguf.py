@@ -1,0 +1,116 @@
+"""GGUF files give the same model as the Hugging Face form that they were made from."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from helpers import tiny_checkpoints as tiny
+from ppl_eval.checkpoints.lazy_state_dict import load_into
+from ppl_eval.checkpoints.load import load_state_dict
+
+HF_TO_GGUF = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(path, hf, kind, architecture="llama"):
+    """What llama.cpp's converter does with a llama: q and k in the order of rotary pairs, lists of names and
+    numbers."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(tiny.LAYERS)
+    writer.add_embedding_length(tiny.DIM)
+    writer.add_feed_forward_length(tiny.HIDDEN)
+    writer.add_head_count(tiny.HEADS)
+    writer.add_head_count_kv(tiny.KV_HEADS)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(tiny.VOCAB)
+    for name, weight in hf.items():
+        values = weight.float().numpy()
+        for part, num_heads in (("q_proj", tiny.HEADS), ("k_proj", tiny.KV_HEADS)):
+            if part in name:
+                halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, values.shape[1])
+                values = halves.swapaxes(1, 2).reshape(values.shape)
+        target = {
+            "model.embed_tokens.weight": "token_embd.weight",
+            "model.norm.weight": "output_norm.weight",
+        }.get(name)
+        if target is None:
+            _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+            target = f"blk.{layer}.{HF_TO_GGUF[part]}.weight"
+        if values.ndim == 1:
+            writer.add_tensor(target, values.astype(np.float32))
+        else:
+            writer.add_tensor(
+                target, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def section(tmp_path):
+    section = {"_component_": tiny.HF, "checkpoint_dir": str(tmp_path), "checkpoint_files": ["m.gguf"]}
+    return section | {"model_type": "LLAMA3_2"}
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "F16", "Q8_0", "Q4_1"])
+def test_gguf_equals_the_hf_form_of_the_same_numbers(tmp_path, section, kind):
+    weights = tiny.random_weights(tiny.tied)
+    kind = gguf.GGMLQuantizationType[kind]
+    write_gguf(tmp_path / "m.gguf", tiny.to_hf(weights), kind)
+    # What the quantised blocks hold: rows are quantised one by one, so their order does not matter.
+    rounded = {
+        name: (
+            w
+            if w.ndim == 1
+            else torch.from_numpy(
+                gguf.quants.dequantize(gguf.quants.quantize(w.float().numpy(), kind), kind).copy()
+            )
+        )
+        for name, w in weights.items()
+    }
+    opened = load_state_dict(section)
+    model = tiny.empty(tiny.tied)
+    load_into(model, opened.state_dict, dtype=torch.float32)
+    expected = tiny.reference(tiny.tied, {name: w.float() for name, w in rounded.items()})
+    assert torch.equal(tiny.logits(model), tiny.logits(expected))
+    assert opened.hf_config["num_key_value_heads"] == tiny.KV_HEADS
+    assert opened.hf_config["rms_norm_eps"] == 1e-5
+    assert any("dequantised from GGUF" in note for note in opened.notes)
+
+
+def test_unsuitable_gguf_is_refused(tmp_path, section):
+    path = tmp_path / "m.gguf"
+    hf = tiny.to_hf(tiny.random_weights(tiny.tied))
+    write_gguf(path, hf, gguf.GGMLQuantizationType.Q8_0)
+    whole = path.read_bytes()
+    with pytest.raises(ValueError, match="model_type can be LLAMA2"):
+        load_state_dict(section | {"model_type": "GEMMA"})
+    end = len(whole.rstrip(b"\0"))
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"truncated: expected (\d+) bytes, found (\d+)") as e:
+        load_state_dict(section)
+    expected, found = (int(word.rstrip(",;")) for word in str(e.value).split() if word.rstrip(",;").isdigit())
+    assert found == len(whole) // 2
+    assert end <= expected <= len(whole)
+    path.write_bytes(whole[:40])
+    with pytest.raises(ValueError, match=r"\(40 bytes\) is truncated or corrupt"):
+        load_state_dict(section)
+    path.write_bytes(b"nonsense" * 20)
+    with pytest.raises(ValueError, match=r"m\.gguf \(160 bytes\) is truncated or corrupt"):
+        load_state_dict(section)
+    write_gguf(path, hf, gguf.GGMLQuantizationType.Q8_0, architecture="qwen2")
+    with pytest.raises(ValueError, match="architecture 'qwen2'; of GGUF files only 'llama'"):
+        load_state_dict(section)

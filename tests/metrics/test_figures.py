@@ -1,0 +1,250 @@
+"""Figures of runs, domains, positions, documents and windows, from scores made by hand."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppl_eval import protocols
+from ppl_eval.data.token_data import TokenData
+from ppl_eval.metrics import figures as metrics
+from ppl_eval.metrics.accumulator import Tally
+from ppl_eval.metrics.denominators import CoveredText
+from ppl_eval.metrics.totals import WindowScores
+from ppl_eval.protocols.base import Protocol
+from ppl_eval.protocols.batches import Batch, WindowBatches
+from ppl_eval.protocols.plan import Plan, make_plan
+from ppl_eval.results import records
+from ppl_eval.results.ledger import records_of
+
+DOMAINS = ("easy", "hard", "absent")
+
+
+def made(lengths: list[int], protocol: Protocol, domain_D: list[int] | None = None) -> tuple[Plan, TokenData]:
+    offsets = np.cumsum([0, *lengths])
+    data = TokenData(
+        tokens=np.arange(offsets[-1], dtype=np.uint16) % 100,
+        offsets_D1=offsets,
+        num_bytes_D=10 * np.array(lengths),
+        num_words_D=2 * np.array(lengths),
+        num_documents=len(lengths),
+        fingerprint={"bos_tokens": []},
+        domains=("all",) if domain_D is None else DOMAINS,
+        domain_D=None if domain_D is None else np.array(domain_D, dtype=np.int32),
+    )
+    return make_plan(protocol, offsets, batch_size=2), data
+
+
+def wishes(**asked) -> SimpleNamespace:
+    return SimpleNamespace(**{"position_buckets": None, **asked})
+
+
+def scored(batch: Batch) -> WindowScores:
+    """A token's NLL depends on where it is in the stream and in its window; every seventh is right."""
+    scored_BT = batch.labels_BT.numpy() != -100
+    column_BT = np.broadcast_to(np.arange(scored_BT.shape[1]), scored_BT.shape)
+    nll_BT = np.where(scored_BT, 0.1 * (1 + batch.document_B[:, None]) + 1 / (1 + column_BT), 0.0)
+    correct_BT = (scored_BT & (batch.labels_BT.numpy() % 7 == 0)).astype(np.int64)
+    return WindowScores(
+        nll_BT.sum(axis=1),
+        (nll_BT**2).sum(axis=1),
+        scored_BT.sum(axis=1),
+        correct_BT.sum(axis=1),
+        nll_BT,
+        correct_BT,
+    )
+
+
+def records_by_rank(plan: Plan, data: TokenData, num_ranks: int) -> list[np.ndarray]:
+    batches = WindowBatches(plan, data, prefix_token=1)
+    found = [records_of(batches[index], scored(batches[index])) for index in range(plan.num_batches)]
+    return [np.concatenate([found[0][:0], *found[rank::num_ranks]]) for rank in range(num_ranks)]
+
+
+def tallies(plan: Plan, data: TokenData, num_ranks: int, **asked) -> list[Tally]:
+    batches = WindowBatches(plan, data, prefix_token=1)
+    ranks = [Tally(plan, data, wishes(**asked)) for _ in range(num_ranks)]
+    # Backwards, as nothing may depend on the order.
+    for index in reversed(range(plan.num_batches)):
+        ranks[index % num_ranks].add(batches[index], scored(batches[index]))
+    return ranks
+
+
+def joined(ranks: list[Tally]) -> Tally:
+    vectors = []
+    for tally in ranks:
+        tally.reduce(lambda vector: vectors.append(vector) or vector)  # type: ignore[func-returns-value]
+    ranks[0].reduce(lambda _: np.sum(vectors, axis=0))
+    return ranks[0]
+
+
+def write_records(plan: Plan, data: TokenData, ranks: list[np.ndarray], folder: Path, covered) -> None:
+    """Gather as ranks do: those that don't write say what they add, then the writer hears the sums."""
+    sent: list[list[np.ndarray]] = []
+    for own in ranks[1:]:
+        chunks: list[np.ndarray] = []
+        for _ in records.gather(own, plan, lambda v, chunks=chunks: (chunks.append(v.copy()), _ones(v))[1]):
+            pass
+        sent.append(chunks)
+    turn = iter(range(1 << 30))
+
+    def add(vector: np.ndarray) -> np.ndarray:
+        chunk = next(turn)
+        return vector + sum(chunks[chunk] for chunks in sent)
+
+    records.write(folder, ranks[0], plan, data, covered, add, per_window=True, per_document=True)
+
+
+def _ones(vector: np.ndarray) -> np.ndarray:
+    rows = vector.copy().reshape(-1, 5)
+    rows[:, 0] = 1
+    return rows.ravel()
+
+
+LENGTHS, DOMAIN_D = [10, 3, 25, 1, 7], [0, 1, 0, 1, 1]
+
+
+def test_domains_add_up_to_the_run() -> None:
+    plan, data = made(LENGTHS, protocols.rolling(8), DOMAIN_D)
+    covered = CoveredText(data.num_bytes_D, data.num_words_D)
+    found = metrics.all_figures(joined(tallies(plan, data, 1)), protocols.rolling(8), data, covered)
+    easy, hard, absent = (found["domains"][name] for name in DOMAINS)
+    assert [part["num_tokens"] for part in (easy, hard, absent)] == [35, 11, 0]
+    for name in ("num_tokens", "num_windows", "num_bytes", "num_words"):
+        assert easy[name] + hard[name] == found[name]
+    assert easy["nll_sum"] + hard["nll_sum"] == pytest.approx(found["nll_sum"], rel=1e-15)
+    # Micro: tokens weigh the same; macro, and named so: domains do.
+    assert found["ce_loss"] == pytest.approx((easy["nll_sum"] + hard["nll_sum"]) / 46, rel=1e-15)
+    assert found["macro_ce_loss"] == pytest.approx((easy["ce_loss"] + hard["ce_loss"]) / 2, rel=1e-15)
+    assert found["macro_perplexity"] == pytest.approx(math.exp(found["macro_ce_loss"]))
+    # Nothing was scored there, and nothing is made up.
+    assert absent["perplexity"] is None
+    assert absent["top1_accuracy"] is None
+    assert absent["ce_loss_stderr"] is None
+
+
+def test_a_domain_is_as_sure_as_a_run_of_its_documents_alone() -> None:
+    random = np.random.default_rng(3)
+    lengths, domain_D = random.integers(1, 90, 60).tolist(), random.integers(0, 2, 60).tolist()
+    plan, data = made(lengths, protocols.rolling(8), domain_D)
+    together = joined(tallies(plan, data, 2)).domains
+    for index, name in enumerate(DOMAINS[:2]):
+        alone, _ = made([n for n, d in zip(lengths, domain_D, strict=True) if d == index], plan.protocol)
+        blocks = together[name].blocks
+        expected = Tally(alone, data, wishes()).run.blocks
+        assert blocks.starts.tolist() == expected.starts.tolist()
+        assert blocks.kind == "documents"
+        # Every window of the domain went into the block that it belongs to.
+        ends = np.append(blocks.starts[1:], alone.num_windows)
+        targets = alone.windows(0, alone.num_windows).num_targets
+        assert blocks.num_tokens == [targets[a:b].sum() for a, b in zip(blocks.starts, ends, strict=True)]
+
+
+def test_one_domain_is_not_told_twice() -> None:
+    plan, data = made(LENGTHS, protocols.rolling(8))
+    found = metrics.all_figures(joined(tallies(plan, data, 1)), protocols.rolling(8), data, None)
+    assert "domains" not in found
+    assert "macro_perplexity" not in found
+    assert "positions" not in found
+
+
+def test_positions() -> None:
+    plan, data = made([20], protocols.disjoint(10, keep_tail=True))
+    tally = joined(tallies(plan, data, 1, position_buckets=3))
+    found = metrics.all_figures(tally, plan.protocol, data, None)["positions"]
+    assert [bucket["context_tokens"] for bucket in found] == [[1, 4], [5, 8], [9, 12]]
+    # Two windows of nine targets; input t is the (t+1)th token that the model sees.
+    assert [bucket["num_tokens"] for bucket in found] == [8, 8, 2]
+    assert found[0]["ce_loss"] == pytest.approx(0.1 + (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4, rel=1e-15)
+    assert math.fsum(b["nll_sum"] for b in found) == pytest.approx(tally.run.totals.nll_sum, rel=1e-15)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.sampled_from(
+        [protocols.rolling(8), protocols.strided(8, 3, "hf_doc"), protocols.per_sample(9, "window")]
+    ),
+    st.integers(2, 5),
+    st.data(),
+)
+def test_any_number_of_ranks_gives_the_same_figures(lengths, protocol, num_ranks, drawn) -> None:
+    domain_D = drawn.draw(st.lists(st.integers(0, 1), min_size=len(lengths), max_size=len(lengths)))
+    if not protocol.num_windows(np.array(lengths)).any():
+        return
+    plan, data = made(lengths, protocol, domain_D)
+    found = [
+        metrics.all_figures(joined(tallies(plan, data, n, position_buckets=4)), protocol, data, None)
+        for n in (1, num_ranks)
+    ]
+    assert found[0] == found[1]
+
+
+def test_records_are_the_same_from_any_number_of_ranks(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(records, "_CHUNK", 3)  # so that documents go over the edges of chunks
+    plan, data = made(LENGTHS, protocols.rolling(8), DOMAIN_D)
+    covered = CoveredText(data.num_bytes_D, data.num_words_D)
+    tables = []
+    for num_ranks in (1, 2, 3):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        write_records(plan, data, records_by_rank(plan, data, num_ranks), folder, covered)
+        tables.append([pq.read_table(folder / name) for name in ("windows.parquet", "documents.parquet")])
+        assert sorted(path.name for path in folder.iterdir()) == ["documents.parquet", "windows.parquet"]
+    assert tables[0] == tables[1] == tables[2]
+
+    windows, documents = (table.to_pydict() for table in tables[0])
+    run = joined(tallies(plan, data, 1)).run.totals
+    assert windows["window_id"] == list(range(plan.num_windows))
+    assert windows["document"] == plan.windows(0, plan.num_windows).document.tolist()
+    assert windows["domain"][:4] == ["easy", "easy", "hard", "easy"]
+    assert math.fsum(windows["nll_sum"]) == run.nll_sum
+    assert sum(windows["num_tokens"]) == run.num_tokens
+    assert sum(windows["num_correct"]) == run.num_correct
+    assert documents["document"] == [0, 1, 2, 3, 4]
+    assert documents["num_tokens"] == LENGTHS
+    assert documents["num_bytes"] == data.num_bytes_D.tolist()
+    assert documents["num_windows"] == plan.windows_per_document().tolist()
+    assert math.fsum(documents["nll_sum"]) == pytest.approx(run.nll_sum, rel=1e-15)
+    assert documents["perplexity"][0] == pytest.approx(math.exp(documents["nll_sum"][0] / 10))
+
+
+def test_every_documented_column_is_there_and_no_other() -> None:
+    listed = [line.split()[0] for line in (records.__doc__ or "").splitlines() if line.startswith("    ")]
+    assert listed == records._WINDOWS.names
+
+
+def test_a_lost_window_is_noticed() -> None:
+    plan, data = made(LENGTHS, protocols.rolling(8))
+    own = records_by_rank(plan, data, 2)[0]
+    with pytest.raises(AssertionError, match="recorded by no rank"):
+        list(records.gather(own, plan, lambda vector: vector))
+
+
+def test_failed_writing_leaves_nothing_behind(tmp_path: Path) -> None:
+    plan, data = made(LENGTHS, protocols.rolling(8))
+    own = records_by_rank(plan, data, 1)[0]
+
+    def fail(_: np.ndarray) -> np.ndarray:
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        records.write(tmp_path, own, plan, data, None, fail, per_window=True, per_document=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dummy_batch_counts_nothing() -> None:
+    plan, data = made(LENGTHS, protocols.rolling(8), DOMAIN_D)
+    tally = Tally(plan, data, wishes(position_buckets=2))
+    dummy = WindowBatches(plan, data, prefix_token=1)[-1]
+    none = WindowScores(*(np.zeros(0) for _ in range(2)), *(np.zeros(0, dtype=np.int64) for _ in range(2)))
+    shape = (0, dummy.labels_BT.shape[1])
+    tally.add(dummy, none._replace(nll_BT=np.zeros(shape), correct_BT=np.zeros(shape, dtype=np.int64)))
+    assert torch.equal(dummy.labels_BT, torch.full((1, 1), -100))
+    assert tally.run.totals.num_windows == tally.run.totals.num_tokens == 0

@@ -1,0 +1,108 @@
+"""Scoring: chunks, the memory of logits, dtypes, sums per window."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torchtune.models.llama3_2 import llama3_2
+
+from helpers.tiny import SHAPE
+from ppl_eval.scoring.nll import ScoringModel, rows_per_chunk, token_nll, window_scores
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    torch.manual_seed(0)
+    model = llama3_2(**SHAPE).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3)
+    return model
+
+
+def batch(labels):
+    labels_BT = torch.tensor(labels)
+    return torch.randint(0, SHAPE["vocab_size"], labels_BT.shape), labels_BT
+
+
+def test_equals_cross_entropy_of_full_logits_whatever_the_chunk(decoder):
+    tokens_BT, labels_BT = batch([[5, -100, 7, 9], [-100, -100, 3, 4]])
+    full = llama3_2(**SHAPE).eval()
+    full.load_state_dict(decoder.state_dict())
+    expected = torch.nn.functional.cross_entropy(
+        full(tokens_BT).double().flatten(0, 1), labels_BT.flatten(), reduction="none"
+    )
+    expected = expected[labels_BT.flatten() != -100]
+    for rows in (1, 2, 100):
+        scorer = ScoringModel(decoder, max_logits_bytes=8 * SHAPE["vocab_size"] * rows)
+        nll_N, _ = scorer(tokens_BT, labels_BT)
+        assert torch.allclose(nll_N.double(), expected, rtol=1e-5)
+
+
+def test_logits_never_exceed_their_budget(decoder, monkeypatch):
+    rows = []
+    head = decoder.output
+    spy = torch.nn.Module()
+    spy.forward = lambda x: rows.append(x.shape[0]) or head(x)
+    monkeypatch.setitem(decoder.__dict__, "output", spy)
+    monkeypatch.delattr(decoder.__class__, "output", raising=False)
+    scorer = ScoringModel(decoder, max_logits_bytes=8 * SHAPE["vocab_size"] * 3)
+    tokens_BT, labels_BT = batch([[1] * 8])
+    scorer(tokens_BT, labels_BT)
+    assert rows == [3, 3, 2]
+
+
+def test_of_equal_logits_the_first_is_the_most_likely_token():
+    logits_NV = torch.tensor([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0], [2.0, 1.0, 0.0]])
+    _, correct_N = token_nll(logits_NV, torch.tensor([1, 2, 0]))
+    assert correct_N.tolist() == [True, False, True]
+
+
+def test_rows_per_chunk_counts_every_copy():
+    assert rows_per_chunk(1000, torch.float32, 8000 * 5) == 5
+    assert rows_per_chunk(1000, torch.bfloat16, 8000 * 5) == 5
+    assert rows_per_chunk(1000, torch.float64, 12_000 * 5) == 5
+    with pytest.raises(ValueError, match="raise max_logits_mib"):
+        rows_per_chunk(1000, torch.float32, 7999)
+
+
+def test_log_softmax_is_float32_in_a_bfloat16_model(decoder):
+    model = llama3_2(**SHAPE).eval().requires_grad_(False)
+    model.load_state_dict(decoder.state_dict())
+    model.to(torch.bfloat16)
+    tokens_BT, labels_BT = batch([[1, 2, 3, 4]])
+    nll_N, _ = ScoringModel(model, 1 << 20)(tokens_BT, labels_BT)
+    assert nll_N.dtype == torch.float32
+    # bfloat16 keeps 8 bits: numbers that are all representable in it would show that the loss was rounded.
+    assert not torch.equal(nll_N, nll_N.bfloat16().float())
+
+
+def test_window_sums_by_hand():
+    labels_BT = torch.tensor([[3, -100, 3], [-100, 3, -100]])
+    nll_N = torch.tensor([1.0, 2.0, 4.0])
+    scores = window_scores(nll_N, torch.tensor([True, False, True]), labels_BT, 2)
+    assert scores.nll_sum_B.tolist() == [3.0, 4.0]
+    assert scores.nll_sq_sum_B.tolist() == [5.0, 16.0]
+    assert scores.num_tokens_B.tolist() == [2, 1]
+    assert scores.num_correct_B.tolist() == [1, 1]
+
+
+def test_window_sums_do_not_depend_on_threads():
+    values = torch.from_numpy(np.random.default_rng(0).lognormal(0, 3, 70_000).astype(np.float32))
+    labels_BT = torch.zeros(1, 70_000, dtype=torch.int64)
+    found = set()
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            found.add(window_scores(values, values > 1, labels_BT, 1).nll_sum_B[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(math.fsum(values.tolist()), rel=1e-14)
+
+
+def test_a_dummy_scores_nothing(decoder):
+    tokens_BT, labels_BT = batch([[-100]])
+    nll_N, correct_N = ScoringModel(decoder, 1 << 20)(tokens_BT, labels_BT)
+    assert len(window_scores(nll_N, correct_N, labels_BT, 0).nll_sum_B) == 0
