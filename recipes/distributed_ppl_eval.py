@@ -5,8 +5,10 @@
 
 Documents become windows, windows batches, and batches a plan that does not know how many ranks there are.
 Each rank scores the batches that are its own, adds NLL and tokens up in integers, and one reduction at the
-end joins the sums: see ``ppl_eval``, one idea a module.
+end joins the sums: see docs/architecture.md.
 """
+
+from __future__ import annotations
 
 import gc
 import os
@@ -15,229 +17,213 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval.config.settings import KEYS, Settings, read_settings
-from ppl_eval.distributed import process_group as distributed
+from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
-from ppl_eval.distributed.rendezvous import FIRST_PHASE, Stop, World, connect, environment_facts
+from ppl_eval.distributed.process import Stop, connect
+from ppl_eval.distributed.rendezvous import World, environment_facts, meet
 
-# torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config is told
+# torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config must show
 # before seconds of imports.
+if TYPE_CHECKING:
+    import torch
+    from torchtune.recipe_interfaces import EvalRecipeInterface, FTRecipeInterface
+
+    from ppl_eval.metrics.totals import Totals, WindowScores
+    from ppl_eval.protocols.batches import Batch
+    from ppl_eval.run.state import RunState, Scored, Source
+    from ppl_eval.scoring.load import BuiltModel
 
 
 class DistributedPPLEvalRecipe:
-    """Evaluates perplexity; follows torchtune's ``FTRecipeInterface`` with ``evaluate`` in the place of
-    ``train``.
+    """Evaluate perplexity, by torchtune's ``FTRecipeInterface`` and ``EvalRecipeInterface``.
 
     Args:
         settings: the checked config.
         world: the processes of the run.
+
+    Attributes:
+        state: what the run consists of; after ``setup``.
+        scored: what scoring found; after ``evaluate``.
+        exit_code: of the comparison with the baseline; after ``save_checkpoint``.
     """
+
+    state: RunState
+    scored: Scored
+    exit_code: int
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings = settings
         self.world = world
-        self.notes: list[str] = []
-        self.timing: dict[str, float] = {}
         self._resources = ExitStack()
 
-    def setup(self) -> None:
+    def setup(self, **_: Any) -> None:
         """Form the process group, prepare tokens and plan, and load the model; everything that can be wrong
         is found here."""
-        import torch
-        from torchtune import training, utils
+        from torchtune.config import log_config
+        from torchtune.training import set_seed
+        from torchtune.utils import get_logger
 
         from ppl_eval.config import environment
-        from ppl_eval.distributed import collectives as aggregation
+        from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
+        from ppl_eval.results import baseline, ledger
+        from ppl_eval.results.result import plan_facts
+        from ppl_eval.run.state import RunState
 
         settings, world = self.settings, self.world
-        self._log = utils.get_logger(settings.log_level)
-        self.device = world.agree(
+        self._log = get_logger(settings.log_level)
+        if world.rank == 0:
+            log_config(recipe_name="DistributedPPLEvalRecipe", cfg=settings.config)
+        device = world.agree(
             "device",
             lambda: environment.choose_device(settings.device, settings.backend),
-            lambda device: {"backend": distributed.choose_backend(device, settings.backend)},
+            lambda device: {"backend": process_group.choose_backend(device, settings.backend)},
         )
-        self.dtype: torch.dtype = world.agree(
-            "dtype", lambda: environment.choose_dtype(settings.dtype, self.device)
-        )
-        self.dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
-        self._resources.enter_context(distributed.process_group(world, self.device, settings.backend))
-        self.mesh = self.dims.build_mesh(self.device.type)
-        topology = settings.aggregation["topology"]
+        dtype = world.agree("dtype", lambda: environment.choose_dtype(settings.dtype, device))
+        dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
+        self._resources.enter_context(process_group.process_group(world, device, settings.backend))
         ranks_of_nodes = [node.ranks for node in world.nodes]
-        self.add_over_ranks = aggregation.add_over_ranks(ranks_of_nodes, world.rank, self.device, topology)
-        world.agree("inputs", self._read_inputs, lambda _: self._facts())
-        training.set_seed(self.seed)
+        self._add_over_ranks = collectives.add_over_ranks(
+            ranks_of_nodes, world.rank, device, settings.aggregation.topology
+        )
+        self._baseline = world.agree(
+            "output", lambda: baseline.prepare(settings) if world.rank == 0 else None
+        )
+        decoder, source = world.agree("inputs", lambda: self._read(dtype), lambda read: read[1].facts())
+        self._ledger = world.agree(
+            "ledger",
+            lambda: ledger.open_ledger(
+                Path(settings.output_dir), plan_facts(settings, source, device), world.rank
+            ),
+        )
+        self._resources.callback(self._ledger.close)
+        set_seed(source.seed)
 
         begin = time.monotonic()
-        self.model = world.agree("model", self._load_model, lambda model: model.facts())
-        self.notes += self.model.notes
-        self.timing["load_seconds"] = time.monotonic() - begin
-        self.parallel = {**asdict(self.dims), "num_nodes": len(world.nodes)}
-        self._log_rank_zero(
-            f"model loaded in {self.timing['load_seconds']:.1f} s: {self.model.num_parameters:,} parameters"
+        model = world.agree(
+            "model",
+            lambda: self._load_model(decoder, source, device, dtype, dims),
+            lambda model: model.facts(),
         )
+        load_seconds = time.monotonic() - begin
+        self.state = RunState(settings, world, device, dims, source, model, load_seconds)
+        self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
 
-    def load_checkpoint(self) -> None:
-        """Open the checkpoint (weights are read later, one by one) and settle the seed."""
+    def load_checkpoint(self, **_: Any) -> None:
+        """Open the checkpoint; weights are read later, one by one."""
         from ppl_eval.checkpoints.load import load_state_dict
-        from ppl_eval.config.environment import choose_seed
 
         self.checkpoint = load_state_dict(self.settings.checkpointer)
-        self.notes += self.checkpoint.notes
-        self.seed, note = choose_seed(
-            self.settings.seed, self.checkpoint.recipe_state, self.settings.seed_check
-        )
-        self.notes += [note] if note else []
 
-    def evaluate(self) -> None:
+    def evaluate(self, **_: Any) -> None:
         """Score this rank's batches, then add up over all ranks."""
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        from ppl_eval.metrics.accumulator import Tally
-        from ppl_eval.metrics.totals import FloatSum, resolve_precision
-        from ppl_eval.protocols.batches import WindowBatches, expected_lanes
-        from ppl_eval.protocols.sampler import ExactDistributedSampler
         from ppl_eval.results.ledger import records_of
         from ppl_eval.results.progress import Progress
-        from ppl_eval.scoring import concurrency as lanes
-        from ppl_eval.scoring.nll import check_finite, score_batch
+        from ppl_eval.run import loop
 
-        world, settings, dims = self.world, self.settings, self.dims
-        plan, data, expected_tokens = self.inputs.plan, self.inputs.data, self.inputs.expected_tokens
-        self.tally = Tally(plan, data, settings)
-        totals = self.tally.run.totals
-        self.precision = resolve_precision(settings.aggregation["precision"], expected_tokens)
-        rounded_nll = None if self.precision == "exact" else FloatSum(self.precision)
-        dp_rank, counted = dims.dp_rank(world.rank), dims.is_counted(world.rank)
-        # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
-        sampler = ExactDistributedSampler(
-            plan.num_batches, dims.dp_degree, dp_rank, equal_steps=dims.dp_shard > 1
-        )
-        loader = StatefulDataLoader(
-            WindowBatches(plan, data, self.inputs.prefix_token),
-            batch_size=None,
-            sampler=sampler,
-            num_workers=0,
-        )
-        score = partial(score_batch, self.model.scorer, device=self.device)
-        alone = not (dims.forwards_are_shared or settings.compile)
-        batch_tokens = plan.batch_size * plan.protocol.max_seq_len
-        num_lanes = lanes.number_of_lanes(self.device, alone, batch_tokens)
-        progress = Progress(expected_tokens // dims.dp_degree, dims.dp_degree, enabled=world.rank == 0)
+        state = self.state
+        progress = Progress(state.inputs.expected_tokens, state.dims.dp_degree, enabled=self.world.rank == 0)
 
-        begin = time.monotonic()
-        for batch, scores in lanes.map_in_lanes(score, loader, len(sampler), num_lanes):
-            check_finite(batch, scores, world.where)
-            if not counted:
-                continue  # A peer scored the same windows, and counts them.
-            self.tally.add(batch, scores)
-            self.ledger.append(records_of(batch, scores))
-            if rounded_nll is not None:
-                rounded_nll.add(scores.nll_sum_B)
+        def keep(batch: Batch, scores: WindowScores, totals: Totals) -> None:
+            self._ledger.append(records_of(batch, scores))
             progress.update(totals)
+
+        sums = loop.score(state, loop.batches_of_rank(state), keep)
         progress.close()
-        self.timing["score_seconds"] = time.monotonic() - begin
-        self.tokens_here = totals.num_tokens
-        if counted:
-            totals.expected_lanes = expected_lanes(plan, data, dp_rank, dims.dp_degree)
+        # A rank may be done long before others; a collective would not wait for them so patiently.
+        self.world.agree("scored", lambda: None)
+        self.scored = loop.reduce(state, sums, self._add_over_ranks)
 
-        # A rank may rightly be done long before others; a collective would not wait for them so patiently.
-        world.agree("scored", lambda: None)
-        begin = time.monotonic()
-        self.tally.reduce(self.add_over_ranks)
-        self.totals = self.tally.run.totals
-        self.rounded_nll = None
-        if rounded_nll is not None:
-            self.rounded_nll = float(self.add_over_ranks(rounded_nll.value.reshape(1))[0])
-        self.timing["reduce_seconds"] = time.monotonic() - begin
-        self.tally.check_coverage(expected_tokens, plan.num_windows)
+    def train(self, **_: Any) -> None:
+        """``FTRecipeInterface``'s name for ``evaluate``: nothing is trained."""
+        self.evaluate()
 
-    def save_checkpoint(self) -> int:
-        """Write the result, print it, and hold it against the baseline: rank 0 does, the others wait.
+    def save_checkpoint(self, **_: Any) -> None:
+        """Write the result, print it, and hold it against the baseline: rank 0 does, the others wait."""
+        from ppl_eval.results import result
 
-        Returns:
-            The exit code.
-        """
-        from ppl_eval.results import result as results
-
-        results.write_records(self)
-        self.ledger.close()
-        per_rank = distributed.all_gather_rows(results.rank_row(self), self.world.world_size, self.device)
-        code = self.world.agree(
-            "result", lambda: results.write_result(self, per_rank) if self.world.rank == 0 else 0
+        state, scored, world = self.state, self.scored, self.world
+        result.write_records(state, self._ledger.own(), self._add_over_ranks)
+        self._ledger.close()
+        row = result.rank_row(state, scored)
+        per_rank = process_group.all_gather_rows(row, world.world_size, state.device)
+        self.exit_code = world.agree(
+            "result",
+            lambda: result.write_result(state, scored, per_rank, self._baseline) if world.rank == 0 else 0,
         )
-        if self.world.local_rank == 0:
-            self.ledger.remove()
-        return code
+        if world.local_rank == 0:
+            self._ledger.remove()
 
-    def cleanup(self) -> None:
+    def cleanup(self, **_: Any) -> None:
         """Give back what setup took; safe to call at any time."""
         self._resources.close()
 
-    def _read_inputs(self) -> None:
-        from ppl_eval.results import baseline, ledger
-        from ppl_eval.results import table as report
+    def _read(self, dtype: torch.dtype) -> tuple[Any, Source]:
+        """Open the checkpoint, build its model without weights, and read the text."""
+        from ppl_eval.config.environment import choose_seed
         from ppl_eval.run.inputs import read_inputs
-        from ppl_eval.scoring import load as models
+        from ppl_eval.run.state import Source
+        from ppl_eval.scoring import load
 
-        settings, world = self.settings, self.world
+        settings = self.settings
         begin = time.monotonic()
-        if world.rank == 0:
-            report.check_output_dir(Path(settings.output_dir))
-            self.baseline = baseline.read_result(settings.baseline) if settings.baseline else {}
         self.load_checkpoint()
-        self.decoder = models.build_on_meta(settings, self.dtype)
-        self.config_check, notes = models.match_family(self.decoder, self.checkpoint, settings)
-        self.inputs = inputs = read_inputs(settings, world)
-        self.notes += [*notes, *inputs.notes]
-        models.check_fit(self.decoder, inputs.protocol.max_seq_len, inputs.encoder.vocab_size)
-        self.ledger = ledger.open_ledger(Path(settings.output_dir), ledger.plan_facts(self), world.rank)
-        self._resources.callback(self.ledger.close)
-        self.timing["data_seconds"] = time.monotonic() - begin
+        checkpoint = self.checkpoint
+        seed, seed_note = choose_seed(settings.seed, checkpoint.recipe_state, settings.seed_check)
+        decoder = load.build_on_meta(settings, dtype)
+        verdict, model_notes = load.match_family(decoder, checkpoint, settings)
+        inputs = read_inputs(settings, self.world)
+        load.check_fit(decoder, inputs.protocol.max_seq_len, inputs.encoder.vocab_size)
+        notes = (*checkpoint.notes, *([seed_note] if seed_note else []), *model_notes, *inputs.notes)
         self._log_rank_zero(
             f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
             f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
             f" {inputs.expected_tokens:,} tokens to score"
         )
+        return decoder, Source(checkpoint, verdict, inputs, seed, notes, time.monotonic() - begin)
 
-    def _load_model(self) -> Any:
+    def _load_model(
+        self, decoder: Any, source: Source, device: torch.device, dtype: torch.dtype, dims: Any
+    ) -> BuiltModel:
         from ppl_eval.run.calibration_text import calibration_batches
-        from ppl_eval.scoring import load as models
+        from ppl_eval.scoring import load
 
-        batches, notes = calibration_batches(self.settings, self.inputs, self.world)
-        self.notes += notes
-        return models.load_model(
-            self.decoder,
-            self.checkpoint,
+        batches, notes = calibration_batches(self.settings, source.inputs, self.world)
+        model = load.load_model(
+            decoder,
+            source.checkpoint,
             self.settings,
-            self.device,
-            self.dtype,
-            self.dims,
-            self.mesh,
+            device,
+            dtype,
+            dims,
+            dims.build_mesh(device.type),
             batches,
-            distributed.divided_searches(self.world, self.device),
+            process_group.divided_searches(self.world, device),
         )
-
-    def _facts(self) -> dict[str, Any]:
-        data = self.inputs.data.fingerprint
-        return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": data}
+        model.notes[:0] = notes
+        return model
 
     def _log_rank_zero(self, message: str) -> None:
         if self.world.rank == 0:
             self._log.info(message)
 
 
+if TYPE_CHECKING:
+    _follows: tuple[type[FTRecipeInterface], type[EvalRecipeInterface]] = (
+        DistributedPPLEvalRecipe,
+        DistributedPPLEvalRecipe,
+    )
+
+
 def _quieten_libraries() -> None:
-    # Said once per process by libraries about their own insides; nothing that a person running an evaluation
-    # can act on.
+    # Printed once per process by libraries about their own insides; nothing that a person running an
+    # evaluation can act on.
     for message in (
         "'set_vital' is deprecated",
         "Mismatch dtype between input and weight: input dtype = float",
@@ -259,29 +245,32 @@ def _long_lived_objects() -> Iterator[None]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the recipe with these arguments; returns the exit code."""
+    """Run the recipe with these arguments; return the exit code."""
     _quieten_libraries()
     problem: ValueError | None = None
+    settings: Settings | None = None
     try:
         settings = read_settings(argv)
     except ValueError as error:
         problem = error
-    world = connect(KEYS["timeout_seconds"].default if problem else settings.timeout_seconds)
+    process = connect(settings.timeout_seconds if settings else KEYS["timeout_seconds"].default)
 
-    def settled() -> Settings:
-        if problem is not None:
+    def settle() -> Settings:
+        if settings is None:
+            assert problem is not None
             raise problem
         return settings
 
-    with ExitStack() as resources, fail_together(world, resources.close):
-        world.check_world_size()
-        world.agree(FIRST_PHASE, settled, lambda s: environment_facts(s.written))
-        recipe = DistributedPPLEvalRecipe(settings, world)
+    with ExitStack() as resources, fail_together(process, resources.close) as watch:
+        world, settled = meet(process, settle, lambda settings: environment_facts(settings.written))
+        watch.observe(world)
+        recipe = DistributedPPLEvalRecipe(settled, world)
         resources.callback(recipe.cleanup)
         with _long_lived_objects():
             recipe.setup()
         recipe.evaluate()
-        return recipe.save_checkpoint()
+        recipe.save_checkpoint()
+        return recipe.exit_code
 
 
 @record

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers.tiny import write_config
-from ppl_eval.config import components, settings
+from ppl_eval.config import components, settings, yaml_files
 from ppl_eval.config.settings import read_settings
 
 
@@ -27,7 +27,7 @@ def test_defaults_and_overrides(config):
     assert (found.batch_size, found.protocol.max_seq_len, found.seed) == (5, 512, 42)
     assert list(found.dataset.paths) == ["a.txt", "b=c.txt"]
     assert found.quantizer is None
-    assert found.aggregation == {"precision": "exact", "topology": "flat"}
+    assert found.aggregation == settings.Aggregation("exact", "flat")
 
 
 def test_naming_a_section_sets_its_component(config):
@@ -64,6 +64,19 @@ def test_naming_a_section_sets_its_component(config):
         ("~nothing", "no key 'nothing' to remove"),
         ("batch_size", "overrides have the form key=value"),
         ("--batch_size=2", "overrides have the form key=value"),
+        ("batch_size=010", "YAML reads 010 as 8"),
+        ("max_windows=1:30", "YAML reads 1:30 as 90"),
+        ("batch_size=0x10", "YAML reads 0x10 as 16"),
+        ("timeout_seconds=.nan", "timeout_seconds is nan; it must be a finite number"),
+        ("max_logits_mib=.inf", "max_logits_mib is inf; it must be a finite number"),
+        ("baseline_tolerance=-.inf", "baseline_tolerance is -inf; it must be a finite number"),
+        ("seed=1234567890123456789012345678901", "seed is .*; it must be at most 4294967295"),
+        ("seed=???", "seed is ???, which stands for a value still to be given"),
+        ("output_dir=???", "output_dir is ???, which stands for a value still to be given"),
+        (
+            "protocol.max_seq_len=???",
+            "protocol.max_seq_len is ???, which stands for a value still to be given",
+        ),
         ("output_dir=${nowhere}/x", "refers to something that is not there.*nowhere"),
     ],
 )
@@ -88,10 +101,21 @@ def test_helper_keys_are_welcome_where_something_refers_to_them(config):
 
 
 def test_shipped_names(config):
-    assert "smollm2/135M_ppl" in settings.shipped_configs()
-    assert settings.find_config("smollm2/135M_ppl") == settings.find_config("smollm2/135M_ppl.yaml")
+    assert "smollm2/135M_ppl" in yaml_files.shipped_configs()
+    assert yaml_files.find_config("smollm2/135M_ppl") == yaml_files.find_config("smollm2/135M_ppl.yaml")
     with pytest.raises(ValueError, match="did you mean 'smollm2/135M_ppl'"):
-        settings.find_config("smollm2/135M_pp")
+        yaml_files.find_config("smollm2/135M_pp")
+
+
+def test_a_name_of_5000_characters_is_an_error_like_any_other():
+    with pytest.raises(ValueError, match="no config is called 'aaa"):
+        yaml_files.find_config("a" * 5000)
+
+
+def test_a_number_in_another_base_is_refused_with_its_line(tmp_path):
+    (tmp_path / "octal.yaml").write_text("output_dir: x\nprotocol:\n  max_seq_len: 0100\n  note: '010'\n")
+    with pytest.raises(ValueError, match="line 3: YAML reads 0100 as 64"):
+        read(tmp_path / "octal.yaml")
 
 
 def test_broken_yaml(tmp_path):

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from helpers.published import PUBLISHED, SMOLLM2
 from ppl_eval.config.components import check_arguments, instantiate, resolve_component
-from ppl_eval.config.settings import read_settings, shipped_configs
+from ppl_eval.config.settings import read_settings
+from ppl_eval.config.yaml_files import shipped_configs
 from ppl_eval.models.config_check import check_config
 from ppl_eval.models.families import correct, family_of
 from ppl_eval.scoring.load import build_on_meta, count_parameters

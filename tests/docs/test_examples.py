@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ppl_eval.config.settings import read_settings, shipped_configs
+from ppl_eval.config.settings import read_settings
+from ppl_eval.config.yaml_files import shipped_configs
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples").iterdir())
 LINE = re.compile(r"(?:tune run|ppl-eval launch)\b.*?(--config \S+(?: \w[\w.]*=\S+)*)")

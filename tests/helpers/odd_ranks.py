@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import distributed_ppl_eval
 from distributed_ppl_eval import DistributedPPLEvalRecipe
-from ppl_eval.distributed import process_group as distributed
-from ppl_eval.distributed import rendezvous as world
+from ppl_eval.distributed import process_group, rendezvous
+from ppl_eval.distributed.process import Stop
 
 ODD = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
 
 def torch_version():
-    world.torch = SimpleNamespace(__version__="1.0.0")
+    rendezvous.torch = SimpleNamespace(__version__="1.0.0")
 
 
 def config():
@@ -27,7 +27,7 @@ def seed():
 
 
 def backend():
-    distributed.choose_backend = lambda *_: "nccl"
+    process_group.choose_backend = lambda *_: "nccl"
 
 
 def checkpoint():
@@ -50,12 +50,12 @@ KINDS = {kind.__name__: kind for kind in (torch_version, config, seed, backend, 
 if __name__ == "__main__":
     originals = (
         list(sys.argv),
-        world.torch,
-        distributed.choose_backend,
+        rendezvous.torch,
+        process_group.choose_backend,
         DistributedPPLEvalRecipe.load_checkpoint,
     )
     for number, (name, make_odd) in enumerate(KINDS.items()):
-        sys.argv, world.torch, distributed.choose_backend, DistributedPPLEvalRecipe.load_checkpoint = (
+        sys.argv, rendezvous.torch, process_group.choose_backend, DistributedPPLEvalRecipe.load_checkpoint = (
             originals
         )
         sys.argv = list(sys.argv)
@@ -67,6 +67,6 @@ if __name__ == "__main__":
         try:
             distributed_ppl_eval.run(sys.argv[1:])
             ended = "went on"
-        except world.Stop as stop:
+        except Stop as stop:
             ended = f"stopped with {stop.code}"
         print(f"{name}: rank {os.environ['RANK']} {ended} after {time.monotonic() - begin:.1f} s", flush=True)

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from ppl_eval import protocols
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.metrics import figures as metrics
-from ppl_eval.metrics.accumulator import Tally
+from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.protocols.base import Protocol
@@ -41,10 +40,6 @@ def made(lengths: list[int], protocol: Protocol, domain_D: list[int] | None = No
     return make_plan(protocol, offsets, batch_size=2), data
 
 
-def wishes(**asked) -> SimpleNamespace:
-    return SimpleNamespace(**{"position_buckets": None, **asked})
-
-
 def scored(batch: Batch) -> WindowScores:
     """A token's NLL depends on where it is in the stream and in its window; every seventh is right."""
     scored_BT = batch.labels_BT.numpy() != -100
@@ -67,19 +62,19 @@ def records_by_rank(plan: Plan, data: TokenData, num_ranks: int) -> list[np.ndar
     return [np.concatenate([found[0][:0], *found[rank::num_ranks]]) for rank in range(num_ranks)]
 
 
-def tallies(plan: Plan, data: TokenData, num_ranks: int, **asked) -> list[Tally]:
+def accumulators(plan: Plan, data: TokenData, num_ranks: int, **asked) -> list[Accumulator]:
     batches = WindowBatches(plan, data, prefix_token=1)
-    ranks = [Tally(plan, data, wishes(**asked)) for _ in range(num_ranks)]
+    ranks = [Accumulator(plan, data, **asked) for _ in range(num_ranks)]
     # Backwards, as nothing may depend on the order.
     for index in reversed(range(plan.num_batches)):
         ranks[index % num_ranks].add(batches[index], scored(batches[index]))
     return ranks
 
 
-def joined(ranks: list[Tally]) -> Tally:
+def joined(ranks: list[Accumulator]) -> Accumulator:
     vectors = []
-    for tally in ranks:
-        tally.reduce(lambda vector: vectors.append(vector) or vector)  # type: ignore[func-returns-value]
+    for sums in ranks:
+        sums.reduce(lambda vector: vectors.append(vector) or vector)  # type: ignore[func-returns-value]
     ranks[0].reduce(lambda _: np.sum(vectors, axis=0))
     return ranks[0]
 
@@ -113,7 +108,7 @@ LENGTHS, DOMAIN_D = [10, 3, 25, 1, 7], [0, 1, 0, 1, 1]
 def test_domains_add_up_to_the_run() -> None:
     plan, data = made(LENGTHS, protocols.rolling(8), DOMAIN_D)
     covered = CoveredText(data.num_bytes_D, data.num_words_D)
-    found = metrics.all_figures(joined(tallies(plan, data, 1)), protocols.rolling(8), data, covered)
+    found = metrics.all_figures(joined(accumulators(plan, data, 1)), protocols.rolling(8), data, covered)
     easy, hard, absent = (found["domains"][name] for name in DOMAINS)
     assert [part["num_tokens"] for part in (easy, hard, absent)] == [35, 11, 0]
     for name in ("num_tokens", "num_windows", "num_bytes", "num_words"):
@@ -133,11 +128,11 @@ def test_a_domain_is_as_sure_as_a_run_of_its_documents_alone() -> None:
     random = np.random.default_rng(3)
     lengths, domain_D = random.integers(1, 90, 60).tolist(), random.integers(0, 2, 60).tolist()
     plan, data = made(lengths, protocols.rolling(8), domain_D)
-    together = joined(tallies(plan, data, 2)).domains
+    together = joined(accumulators(plan, data, 2)).domains
     for index, name in enumerate(DOMAINS[:2]):
         alone, _ = made([n for n, d in zip(lengths, domain_D, strict=True) if d == index], plan.protocol)
         blocks = together[name].blocks
-        expected = Tally(alone, data, wishes()).run.blocks
+        expected = Accumulator(alone, data).run.blocks
         assert blocks.starts.tolist() == expected.starts.tolist()
         assert blocks.kind == "documents"
         # Every window of the domain went into the block that it belongs to.
@@ -148,7 +143,7 @@ def test_a_domain_is_as_sure_as_a_run_of_its_documents_alone() -> None:
 
 def test_one_domain_is_not_told_twice() -> None:
     plan, data = made(LENGTHS, protocols.rolling(8))
-    found = metrics.all_figures(joined(tallies(plan, data, 1)), protocols.rolling(8), data, None)
+    found = metrics.all_figures(joined(accumulators(plan, data, 1)), protocols.rolling(8), data, None)
     assert "domains" not in found
     assert "macro_perplexity" not in found
     assert "positions" not in found
@@ -156,13 +151,13 @@ def test_one_domain_is_not_told_twice() -> None:
 
 def test_positions() -> None:
     plan, data = made([20], protocols.disjoint(10, keep_tail=True))
-    tally = joined(tallies(plan, data, 1, position_buckets=3))
-    found = metrics.all_figures(tally, plan.protocol, data, None)["positions"]
+    sums = joined(accumulators(plan, data, 1, num_position_buckets=3))
+    found = metrics.all_figures(sums, plan.protocol, data, None)["positions"]
     assert [bucket["context_tokens"] for bucket in found] == [[1, 4], [5, 8], [9, 12]]
     # Two windows of nine targets; input t is the (t+1)th token that the model sees.
     assert [bucket["num_tokens"] for bucket in found] == [8, 8, 2]
     assert found[0]["ce_loss"] == pytest.approx(0.1 + (1 + 1 / 2 + 1 / 3 + 1 / 4) / 4, rel=1e-15)
-    assert math.fsum(b["nll_sum"] for b in found) == pytest.approx(tally.run.totals.nll_sum, rel=1e-15)
+    assert math.fsum(b["nll_sum"] for b in found) == pytest.approx(sums.run.totals.nll_sum, rel=1e-15)
 
 
 @settings(max_examples=25, deadline=None)
@@ -180,7 +175,7 @@ def test_any_number_of_ranks_gives_the_same_figures(lengths, protocol, num_ranks
         return
     plan, data = made(lengths, protocol, domain_D)
     found = [
-        metrics.all_figures(joined(tallies(plan, data, n, position_buckets=4)), protocol, data, None)
+        metrics.all_figures(joined(accumulators(plan, data, n, num_position_buckets=4)), protocol, data, None)
         for n in (1, num_ranks)
     ]
     assert found[0] == found[1]
@@ -200,7 +195,7 @@ def test_records_are_the_same_from_any_number_of_ranks(tmp_path: Path, monkeypat
     assert tables[0] == tables[1] == tables[2]
 
     windows, documents = (table.to_pydict() for table in tables[0])
-    run = joined(tallies(plan, data, 1)).run.totals
+    run = joined(accumulators(plan, data, 1)).run.totals
     assert windows["window_id"] == list(range(plan.num_windows))
     assert windows["document"] == plan.windows(0, plan.num_windows).document.tolist()
     assert windows["domain"][:4] == ["easy", "easy", "hard", "easy"]
@@ -241,10 +236,10 @@ def test_failed_writing_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_a_dummy_batch_counts_nothing() -> None:
     plan, data = made(LENGTHS, protocols.rolling(8), DOMAIN_D)
-    tally = Tally(plan, data, wishes(position_buckets=2))
+    sums = Accumulator(plan, data, num_position_buckets=2)
     dummy = WindowBatches(plan, data, prefix_token=1)[-1]
     none = WindowScores(*(np.zeros(0) for _ in range(2)), *(np.zeros(0, dtype=np.int64) for _ in range(2)))
     shape = (0, dummy.labels_BT.shape[1])
-    tally.add(dummy, none._replace(nll_BT=np.zeros(shape), correct_BT=np.zeros(shape, dtype=np.int64)))
+    sums.add(dummy, none._replace(nll_BT=np.zeros(shape), correct_BT=np.zeros(shape, dtype=np.int64)))
     assert torch.equal(dummy.labels_BT, torch.full((1, 1), -100))
-    assert tally.run.totals.num_windows == tally.run.totals.num_tokens == 0
+    assert sums.run.totals.num_windows == sums.run.totals.num_tokens == 0

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ppl_eval.metrics.paired import against_baseline, paired_difference, told
+from ppl_eval.metrics.paired import against_baseline, paired_difference, sentence
 from ppl_eval.results import baseline
 
 
@@ -28,11 +28,11 @@ def test_error_is_that_of_repeated_samples():
     assert np.sqrt((stderrs**2).mean()) == pytest.approx(means.std(), rel=0.1)
 
 
-def test_without_window_files_only_the_ratio_is_told(tmp_path):
+def test_without_window_files_only_the_ratio_is_sentence(tmp_path):
     found = against_baseline({"ce_loss": 2.5}, {"ce_loss": 2.0}, tmp_path, tmp_path)
     assert found["perplexity_ratio"] == pytest.approx(np.exp(0.5))
     assert found["ce_loss_difference_stderr"] is None
-    assert "needs per_window=true in both runs" in told(found)
+    assert "needs per_window=true in both runs" in sentence(found)
 
 
 def test_a_table_that_another_run_left_is_not_used(tmp_path):
@@ -45,7 +45,7 @@ def test_a_table_that_another_run_left_is_not_used(tmp_path):
     found = against_baseline(*results, tmp_path / "ours", tmp_path / "theirs")
     assert found["ce_loss_difference"] == 0.25
     assert found["ce_loss_difference_stderr"] == pytest.approx(0.25)
-    assert "+0.250000 ± 0.250000 nats per token" in told(found)
+    assert "+0.250000 ± 0.250000 nats per token" in sentence(found)
     stale = results[1] | {"nll_sum": 7.1}
     found = against_baseline(results[0], stale, tmp_path / "ours", tmp_path / "theirs")
     assert found["ce_loss_difference_stderr"] is None

@@ -41,7 +41,7 @@ def test_progress_off_a_terminal_is_plain_lines(monkeypatch):
     clock = iter([0.0, 4.0, 10.0, 11.0])
     monkeypatch.setattr("ppl_eval.results.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
-    progress = Progress(1000, 2, enabled=True, stream=stream)
+    progress = Progress(2000, 2, enabled=True, stream=stream)
     for _ in range(3):
         progress.update(totals_of(200 * math.log(8), 200))
     progress.close()

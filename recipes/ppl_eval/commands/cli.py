@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
-from ppl_eval.config.settings import find_config, shipped_configs
+from ppl_eval.config.yaml_files import find_config, shipped_configs
 
 
 def main(argv: Sequence[str] | None = None) -> None:

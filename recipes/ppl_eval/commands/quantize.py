@@ -11,7 +11,8 @@ from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.config.environment import choose_device, choose_dtype
 from ppl_eval.config.settings import Settings
-from ppl_eval.distributed.rendezvous import connect
+from ppl_eval.distributed.process import connect
+from ppl_eval.distributed.rendezvous import meet
 from ppl_eval.quantization.quantize import QuantizationReport, quantize
 from ppl_eval.results import table as report
 from ppl_eval.run.calibration_text import calibration_batches
@@ -48,7 +49,7 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
     _, notes = models.match_family(decoder, checkpoint, settings)
     batches = None
     if "calibration" in settings.quantizer:
-        world = connect(settings.timeout_seconds)
+        world, _ = meet(connect(settings.timeout_seconds), lambda: None, lambda _: {})
         batches, remarks = calibration_batches(settings, read_inputs(settings, world), world)
         notes += remarks
     notes += checkpoint.notes + load_into(decoder, checkpoint.state_dict, dtype=dtype, device=device)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torchtune import training, utils
+from torchtune.training import get_dtype
+from torchtune.utils import get_device
 
 _PACKAGES = ("torch", "torchtune", "torchao", "tokenizers", "numpy", "lm_eval", "distributed_ppl_eval")
 
@@ -23,7 +24,7 @@ def choose_device(device: str, backend: str | None) -> torch.device:
             f"backend is {backend!r}, which this torch does not have; leave it out, or use gloo or nccl"
         )
     try:
-        found = utils.get_device(device)
+        found = get_device(device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device is {device!r}: {error}") from error
     # torchtune falls back to the CPU without a word.
@@ -39,7 +40,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
         ValueError: if the device cannot compute in it.
     """
     try:
-        return training.get_dtype(dtype, device)
+        return get_dtype(dtype, device)
     except RuntimeError as error:
         raise ValueError(f"dtype is {dtype!r}: {error}") from error
 

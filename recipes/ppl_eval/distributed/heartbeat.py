@@ -1,18 +1,18 @@
 """Which nodes are alive: one rank of each writes a counter to the store, and reads those of all others.
 
-A rank that fails says so. A machine that loses its power, its network or its launcher says nothing, and the
-others would wait in a collective: a counter that stands still tells.
+A rank that fails says so. A machine that loses its power, its network or its launcher cannot, and the others
+would wait in a collective: a counter that stands still shows it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from ppl_eval.distributed.agreement import Node, rank_ranges
 
 BEAT_SECONDS = 2.0
-# A broken connection and a counter that stood still for so long are two witnesses; one needs more time.
+# A broken connection and a counter that stood still for so long are enough together; either alone is not.
 SUSPICION_SECONDS = 3 * BEAT_SECONDS
 _LEFT = "left"
 
@@ -31,7 +31,7 @@ class Heartbeats:
     def __init__(
         self,
         store: dist.Store,
-        nodes: list[Node],
+        nodes: Sequence[Node],
         node: str,
         writes: bool,
         clock: Callable[[], float] = time.monotonic,
@@ -60,12 +60,12 @@ class Heartbeats:
                 self._seen[key] = (counter, now)
 
     def leave(self) -> None:
-        """Say that this node is done, and its silence means nothing."""
+        """Mark this node as done, so that its silence means nothing."""
         if self._writes:
             self._store.set(self._key, _LEFT)
 
     def silent(self, limit_seconds: float) -> str | None:
-        """The nodes whose counter stood still for longer, in words; None if there are none."""
+        """Return the nodes whose counter stood still for longer, as text; None if there are none."""
         lost, longest = [], 0.0
         for node in self.nodes:
             counter, changed = self._seen.get(_key(node.name), (_LEFT.encode(), 0.0))

@@ -1,10 +1,9 @@
-"""What a rank counts while it scores: sums of the run, its domains, its blocks and its position buckets.
+"""What a rank adds up while it scores: sums of the run, its domains, its blocks and its position buckets.
 
 Everything here is an exact integer sum, so ranks join theirs by adding one int64 vector.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from ppl_eval.protocols.batches import Batch
 from ppl_eval.protocols.plan import Plan
 
 
-class Domain:
+class PartSums:
     """Sums of a set of documents.
 
     Args:
@@ -45,13 +44,13 @@ class Domain:
         self.blocks.unpack(vector[size:])
 
 
-class Tally:
-    """All that is counted.
+class Accumulator:
+    """All sums of a rank.
 
     Args:
         plan: the plan.
         data: its tokens.
-        wishes: the config: in how many parts the positions of a window are counted apart (None: not at all).
+        num_position_buckets: in how many parts the positions of a window are summed apart; 0 for none.
 
     Attributes:
         run: sums of all windows.
@@ -60,12 +59,12 @@ class Tally:
             i * width + 1 to (i + 1) * width of them.
     """
 
-    def __init__(self, plan: Plan, data: TokenData, wishes: Any) -> None:
+    def __init__(self, plan: Plan, data: TokenData, num_position_buckets: int = 0) -> None:
         self._first_window_D1, self._domain_D = plan.first_window_D1, data.domain_D
         num_windows_D = plan.windows_per_document()
         with_windows = np.flatnonzero(num_windows_D)
-        self.run = Domain(plan.num_windows, plan.first_window_D1[with_windows])
-        self.domains: dict[str, Domain] = {}
+        self.run = PartSums(plan.num_windows, plan.first_window_D1[with_windows])
+        self.domains: dict[str, PartSums] = {}
         if data.domain_D is not None and len(data.domains) > 1:
             domain_D = data.domain_D[: len(num_windows_D)]
             # First window of each document, counted inside its domain.
@@ -75,10 +74,9 @@ class Tally:
                 stops = np.cumsum(num_windows_D[documents])
                 self._start_D[documents] = stops - num_windows_D[documents]
                 starts = self._start_D[documents[num_windows_D[documents] > 0]]
-                self.domains[name] = Domain(int(stops[-1]) if len(stops) else 0, starts)
-        num_buckets = wishes.position_buckets or 0
-        self.bucket_width = -(-plan.protocol.max_seq_len // max(num_buckets, 1))
-        self.positions = [Totals() for _ in range(num_buckets)]
+                self.domains[name] = PartSums(int(stops[-1]) if len(stops) else 0, starts)
+        self.bucket_width = -(-plan.protocol.max_seq_len // max(num_position_buckets, 1))
+        self.positions = [Totals() for _ in range(num_position_buckets)]
 
     def add(self, batch: Batch, scores: WindowScores) -> None:
         """Add a scored batch."""
@@ -109,7 +107,7 @@ class Tally:
         Args:
             add_over_ranks: sums an int64 vector over ranks; called once.
         """
-        parts: list[Domain] = [self.run, *self.domains.values()]
+        parts: list[PartSums] = [self.run, *self.domains.values()]
         vectors = [part.pack() for part in parts] + [bucket.pack() for bucket in self.positions]
         joined = add_over_ranks(np.concatenate(vectors))
         cuts = np.cumsum([len(vector) for vector in vectors])[:-1]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ppl_eval.data.token_data import TokenData
-from ppl_eval.metrics.accumulator import Tally
+from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.metrics.standard_error import Blocks
 from ppl_eval.metrics.totals import Totals
@@ -85,7 +85,7 @@ def protocol_figures(protocol: Protocol, totals: Totals, num_words: int | None) 
 
 
 def all_figures(
-    tally: Tally, protocol: Protocol, data: TokenData, covered: CoveredText | None
+    sums: Accumulator, protocol: Protocol, data: TokenData, covered: CoveredText | None
 ) -> dict[str, Any]:
     """The figures of a run: of all windows (micro: every token weighs the same), and under ``domains`` and
     ``positions`` of parts of them, where these are counted.
@@ -105,24 +105,24 @@ def all_figures(
             **protocol_figures(protocol, part.totals, num_words),
         }
 
-    found = of(tally.run, slice(None))
-    if tally.domains:
+    found = of(sums.run, slice(None))
+    if sums.domains:
         assert data.domain_D is not None
         covered_domain_D = data.domain_D if covered is None else data.domain_D[: len(covered.num_bytes_D)]
         found["domains"] = {
             name: of(domain, np.flatnonzero(covered_domain_D == index))
-            for index, (name, domain) in enumerate(tally.domains.items())
+            for index, (name, domain) in enumerate(sums.domains.items())
         }
         losses = [part["ce_loss"] for part in found["domains"].values() if part["ce_loss"] is not None]
         found["macro_ce_loss"] = math.fsum(losses) / len(losses)
         found["macro_perplexity"] = _exp(found["macro_ce_loss"])
-    if tally.positions:
+    if sums.positions:
         found["positions"] = [
             {
-                "context_tokens": [i * tally.bucket_width + 1, (i + 1) * tally.bucket_width],
+                "context_tokens": [i * sums.bucket_width + 1, (i + 1) * sums.bucket_width],
                 **{name: figures(bucket, None, None)[name] for name in _BY_POSITION},
             }
-            for i, bucket in enumerate(tally.positions)
+            for i, bucket in enumerate(sums.positions)
         ]
     return found
 

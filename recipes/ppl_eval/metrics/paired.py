@@ -86,8 +86,8 @@ def paired_difference(
     return mean, math.sqrt(squares * num_windows / (num_windows - 1)) / total_tokens
 
 
-def told(found: Mapping[str, Any]) -> str:
-    """The comparison as a line for people."""
+def sentence(found: Mapping[str, Any]) -> str:
+    """Describe the comparison in a line."""
     if found["ce_loss_difference_stderr"] is None:
         return (
             f"perplexity is {found['perplexity_ratio']:.5f} times the baseline's; how sure that is needs"

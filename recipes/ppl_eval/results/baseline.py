@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppl_eval.config.settings import Settings
+from ppl_eval.results.table import check_output_dir
+
 EXIT_MISMATCH = 3
 EXIT_INCOMPARABLE = 4
 
@@ -35,6 +38,19 @@ _REASONS = (
     "max_logits_mib",
     "versions",
 )
+
+
+def prepare(settings: Settings) -> dict[str, Any] | None:
+    """See that the output folder can be written, and read the baseline, before any work is done.
+
+    Returns:
+        The baseline's result, or None if none is named.
+
+    Raises:
+        ValueError: if one of them cannot be used.
+    """
+    check_output_dir(Path(settings.output_dir))
+    return read_result(settings.baseline) if settings.baseline else None
 
 
 def read_result(path: str) -> dict[str, Any]:

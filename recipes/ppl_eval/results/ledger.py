@@ -12,8 +12,6 @@ Each host needs an output_dir that it can write; it need not be shared. When the
 goes.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -22,20 +20,16 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
-from ppl_eval.config import environment
 from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.protocols import coverage
 from ppl_eval.protocols.batches import Batch
 from ppl_eval.results import table as report
-
-if TYPE_CHECKING:
-    from distributed_ppl_eval import DistributedPPLEvalRecipe
 
 _COUNTS, _SUMS = ("window_id", "num_tokens", "num_correct"), ("nll_sum", "nll_sq_sum")
 RECORD = np.dtype(
@@ -119,7 +113,7 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger
 
     Args:
         output_dir: the run's.
-        facts: what the bits of a record depend on (``plan_facts``).
+        facts: what the bits of a record depend on (``result.plan_facts``).
         rank: this rank.
 
     Raises:
@@ -155,33 +149,6 @@ def _only_run(output_dir: Path) -> FileLock | None:
 def plan_key(facts: Mapping[str, Any]) -> str:
     """Short name of a plan: equal facts, equal name."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def plan_facts(recipe: DistributedPPLEvalRecipe) -> dict[str, Any]:
-    """Everything that decides which windows there are and what bits they score; JSON values.
-
-    Data parallelism and FSDP are not among them, because they change neither.
-    """
-    settings, inputs = recipe.settings, recipe.inputs
-    given = settings.as_dict()
-    versions = environment.versions()
-    return {
-        "data": inputs.data.fingerprint,
-        "protocol": {"name": inputs.protocol.name, **inputs.protocol.parameters},
-        "prefix_token": inputs.prefix_token,
-        "num_windows": inputs.plan.num_windows,
-        "checkpoint": recipe.checkpoint.identity,
-        "model": given["model"],
-        "quantizer": given.get("quantizer"),
-        **{
-            key: getattr(settings, key)
-            for key in ("batch_size", "dtype", "compile", "max_logits_mib", "tensor_parallel_dim")
-        },
-        "tensor_parallel_plan": given.get("tensor_parallel_plan"),
-        "context_parallel_dim": settings.context_parallel_dim,
-        "device": recipe.device.type,
-        "versions": {name: versions[name] for name in ("torch", "torchtune", "torchao")},
-    }
 
 
 def read_ledger(folder: Path) -> Records:

@@ -16,27 +16,27 @@ _LINE_EVERY_SECONDS = 10.0
 class Progress:
     """Tokens done, running perplexity, tokens/s and time left, of this rank's share.
 
-    Ranks don't talk to each other while they score, so rank 0 shows its own share; the others have as much to
+    Ranks do not exchange anything while they score, so rank 0 shows its own share; the others have as much to
     do.
 
     Args:
-        expected_tokens: targets that this rank will score, roughly.
-        world_size: data-parallel degree, to say what part this is.
+        expected_tokens: targets of the whole run.
+        dp_degree: data-parallel degree; rank 0 scores about one part of so many.
         enabled: False on all ranks but one.
         stream: where to show it; None is stderr.
     """
 
     def __init__(
-        self, expected_tokens: int, world_size: int, enabled: bool, stream: TextIO | None = None
+        self, expected_tokens: int, dp_degree: int, enabled: bool, stream: TextIO | None = None
     ) -> None:
-        self.expected_tokens, self.enabled = expected_tokens, enabled
+        self.expected_tokens, self.enabled = expected_tokens // dp_degree, enabled
         self.stream = stream = stream or sys.stderr
-        self._share = "" if world_size == 1 else f" (rank 0 of {world_size})"
+        self._share = "" if dp_degree == 1 else f" (rank 0 of {dp_degree})"
         self._begin = self._last_line = time.monotonic()
         self._bar = None
         if enabled and stream.isatty():
             self._bar = tqdm(
-                total=expected_tokens,
+                total=self.expected_tokens,
                 unit=" tokens",
                 unit_scale=True,
                 desc=f"scoring{self._share}",

@@ -1,0 +1,147 @@
+"""One process of a run: who it is, how it reaches the others, and how it ends."""
+
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+
+# Key of the store under which the first failure stands.
+ABORT = "abort"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+class Stop(Exception):
+    """Ends this process without another word: the reason was already printed, here or by another rank."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run, and what it needs to find the others.
+
+    Attributes:
+        rank: number of this process.
+        world_size: processes of the run.
+        local_rank: number of this process on its node.
+        node: number of this node, as the launcher counts.
+        host: its name.
+        store: key-value store that all of them share.
+        timeout: how long a process waits for another.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node: str
+    host: str
+    store: dist.Store
+    timeout: timedelta
+
+    @property
+    def where(self) -> str:
+        """This process, for messages."""
+        return f"rank {self.rank} on {self.host}"
+
+    def announce_failure(self, message: str, store: dist.Store | None = None) -> bool:
+        """Tell all ranks that the run has failed.
+
+        Args:
+            message: why.
+            store: the caller's own connection to the store.
+
+        Returns:
+            Whether this rank was the first to say so, and should print why: errors that follow from another
+            rank's are noise.
+        """
+        mine = json.dumps({"where": self.where, "host": self.host, "message": message})
+        try:
+            return json.loads((store or self.store).compare_set(ABORT, "", mine))["where"] == self.where
+        except (dist.DistError, RuntimeError):
+            return True  # The store is gone: nobody else may be left to say it.
+
+
+def wait_for(process: Process, key: str, what: str, give_up_after: float = float("inf")) -> bool:
+    """Wait for a key of the store, with a line after every timeout.
+
+    Returns:
+        Whether it came.
+    """
+    began = said = time.monotonic()
+    patience = process.timeout.total_seconds()
+    while not process.store.check([key]):
+        try:
+            # In one go: the store's client complains in the log of every wait that runs out.
+            process.store.wait([key], process.timeout)
+        except dist.DistNetworkError:
+            raise
+        except (dist.DistStoreError, RuntimeError):
+            now = time.monotonic()
+            if now - began >= give_up_after:
+                return False
+            if now - said >= patience:
+                said = now
+                print(
+                    f"{process.where}: still waiting for {what}, {now - began:.0f} s so far",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return True
+
+
+def connect(timeout_seconds: float) -> Process:
+    """Find the other processes of the run, by the variables that torchrun sets; without them, one process.
+
+    Raises:
+        Stop: if the rendezvous store cannot be reached; said by every rank, since none can know of the
+            others.
+    """
+    # Every neighbour is a socket and every mapped tensor a file, and the usual soft limit is 1,024.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    timeout = timedelta(seconds=timeout_seconds)
+    env, host = os.environ, socket.gethostname()
+    store: dist.Store = dist.HashStore()
+    if "RANK" in env and "WORLD_SIZE" in env:
+        store = _connect_store(timeout, host)
+    return Process(
+        rank=int(env.get("RANK", "0")),
+        world_size=int(env.get("WORLD_SIZE", "1")),
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        node=env.get("GROUP_RANK", host),
+        host=host,
+        store=store,
+        timeout=timeout,
+    )
+
+
+def _connect_store(timeout: timedelta, host: str) -> dist.Store:
+    env = os.environ
+    address, port = env.get("MASTER_ADDR", "127.0.0.1"), env.get("MASTER_PORT", "29500")
+    # torchrun's agent keeps the store; without one, rank 0 does.
+    is_master = env["RANK"] == "0" and env.get(AGENT_STORE) != "True"
+    try:
+        # Not waiting for the others here: `agree` does, and can say who is missing.
+        store = dist.TCPStore(address, int(port), None, is_master, timeout, wait_for_workers=False)
+    except (ValueError, RuntimeError) as error:
+        print(
+            f"\nerror: rank {env['RANK']} on {host} cannot reach the rendezvous store at {address}:{port}"
+            f" (MASTER_ADDR:MASTER_PORT): {error}",
+            file=sys.stderr,
+        )
+        raise Stop(EXIT_FAILED) from error
+    # A restarted run must not read what the failed one wrote.
+    return dist.PrefixStore(f"ppl_eval/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -1,0 +1,101 @@
+"""The loop: this rank's batches are scored and added up, then the sums of all ranks are joined once."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from ppl_eval.distributed.collectives import AddOverRanks
+from ppl_eval.metrics.accumulator import Accumulator
+from ppl_eval.metrics.totals import FloatSum, Totals, WindowScores, resolve_precision
+from ppl_eval.protocols.batches import Batch, WindowBatches, expected_lanes
+from ppl_eval.protocols.sampler import ExactDistributedSampler
+from ppl_eval.run.state import RunState, Scored
+from ppl_eval.scoring import concurrency
+from ppl_eval.scoring.nll import check_finite, score_batch
+
+Keep = Callable[[Batch, WindowScores, Totals], None]
+
+
+@dataclass(frozen=True)
+class RankSums:
+    """What one rank scored.
+
+    Attributes:
+        accumulator: its exact sums.
+        precision: the accumulation in use.
+        rounded_nll: its sum in that precision; None for ``exact``.
+        seconds: how long it scored.
+    """
+
+    accumulator: Accumulator
+    precision: str
+    rounded_nll: FloatSum | None
+    seconds: float
+
+
+def batches_of_rank(state: RunState) -> tuple[int, Iterable[Batch]]:
+    """Return how many batches this rank scores, and the batches, made when asked for."""
+    inputs, dims = state.inputs, state.dims
+    # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
+    sampler = ExactDistributedSampler(
+        inputs.plan.num_batches, dims.dp_degree, dims.dp_rank(state.world.rank), equal_steps=dims.dp_shard > 1
+    )
+    batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
+    return len(sampler), map(batches.__getitem__, sampler)
+
+
+def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> RankSums:
+    """Score batches and add them up.
+
+    Args:
+        state: the run.
+        batches: what ``batches_of_rank`` returned.
+        keep: called with every batch that counts, what it scored, and the totals so far.
+
+    Raises:
+        ValueError: if the model gives a NaN or infinite NLL.
+    """
+    settings, dims, inputs = state.settings, state.dims, state.inputs
+    counted = dims.is_counted(state.world.rank)
+    accumulator = Accumulator(inputs.plan, inputs.data, settings.position_buckets or 0)
+    precision = resolve_precision(settings.aggregation.precision, inputs.expected_tokens)
+    rounded_nll = None if precision == "exact" else FloatSum(precision)
+    num_steps, windows = batches
+    num_lanes = concurrency.number_of_lanes(
+        state.device,
+        not (dims.forwards_are_shared or settings.compile),
+        inputs.plan.batch_size * inputs.protocol.max_seq_len,
+    )
+    score_one = partial(score_batch, state.model.scorer, device=state.device)
+    begin = time.monotonic()
+    for batch, scores in concurrency.map_in_lanes(score_one, windows, num_steps, num_lanes):
+        check_finite(batch, scores, state.world.where)
+        if not counted:
+            continue  # A peer scored the same windows, and counts them.
+        accumulator.add(batch, scores)
+        if rounded_nll is not None:
+            rounded_nll.add(scores.nll_sum_B)
+        keep(batch, scores, accumulator.run.totals)
+    return RankSums(accumulator, precision, rounded_nll, time.monotonic() - begin)
+
+
+def reduce(state: RunState, sums: RankSums, add_over_ranks: AddOverRanks) -> Scored:
+    """Join the sums of all ranks, and check that they cover the plan.
+
+    Raises:
+        RuntimeError: if they do not, which is a fault in this program.
+    """
+    inputs, dims, rank, accumulator = state.inputs, state.dims, state.world.rank, sums.accumulator
+    totals = accumulator.run.totals
+    tokens_here = totals.num_tokens
+    if dims.is_counted(rank):
+        totals.expected_lanes = expected_lanes(inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree)
+    begin = time.monotonic()
+    accumulator.reduce(add_over_ranks)
+    rounded = None
+    if sums.rounded_nll is not None:
+        rounded = float(add_over_ranks(sums.rounded_nll.value.reshape(1))[0])
+    seconds = time.monotonic() - begin
+    accumulator.check_coverage(inputs.expected_tokens, inputs.plan.num_windows)
+    return Scored(accumulator, sums.precision, rounded, tokens_here, sums.seconds, seconds)

@@ -1,0 +1,94 @@
+"""What a run consists of, handed as values to whoever reports on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ppl_eval.checkpoints.load import LoadedCheckpoint
+from ppl_eval.config.settings import Settings
+from ppl_eval.distributed.rendezvous import World
+from ppl_eval.metrics.accumulator import Accumulator
+from ppl_eval.parallel.parallel_dims import ParallelDims
+from ppl_eval.run.inputs import Inputs
+from ppl_eval.scoring.load import BuiltModel
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is read before any weight: the checkpoint, opened, and the text.
+
+    Attributes:
+        checkpoint: the opened checkpoint.
+        config_check: verdict of the comparison with config.json.
+        inputs: tokens and plan.
+        seed: the seed in force.
+        notes: everything that a reader of the result must know so far.
+        seconds: how long it took.
+    """
+
+    checkpoint: LoadedCheckpoint
+    config_check: str
+    inputs: Inputs
+    seed: int
+    notes: tuple[str, ...]
+    seconds: float
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on all ranks."""
+        data = self.inputs.data.fingerprint
+        return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": data}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run that is ready to score.
+
+    Attributes:
+        settings: the checked config.
+        world: the processes.
+        device: where this rank computes.
+        dims: degrees of parallelism.
+        source: checkpoint and text.
+        model: the loaded model.
+        load_seconds: how long loading took.
+    """
+
+    settings: Settings
+    world: World
+    device: torch.device
+    dims: ParallelDims
+    source: Source
+    model: BuiltModel
+    load_seconds: float
+
+    @property
+    def inputs(self) -> Inputs:
+        """Tokens and plan."""
+        return self.source.inputs
+
+    @property
+    def notes(self) -> list[str]:
+        """Everything that a reader of the result must know."""
+        return [*self.source.notes, *self.model.notes]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What scoring found, over all ranks.
+
+    Attributes:
+        accumulator: the exact sums.
+        precision: the accumulation in use.
+        rounded_nll: NLL in that precision, nats; None for ``exact``.
+        tokens_here: targets that this rank scored.
+        score_seconds: how long this rank scored.
+        reduce_seconds: how long the reduction took.
+    """
+
+    accumulator: Accumulator
+    precision: str
+    rounded_nll: float | None
+    tokens_here: int
+    score_seconds: float
+    reduce_seconds: float
