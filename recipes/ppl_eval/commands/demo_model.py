@@ -40,7 +40,7 @@ _HF_NAMES = {
 
 
 def model_folder(name: str) -> Path:
-    """Where ``fetch`` puts a model."""
+    """Return where ``fetch`` puts a model."""
     return home() / "models" / name
 
 

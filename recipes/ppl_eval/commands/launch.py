@@ -18,7 +18,7 @@ _LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 def prepare(
     nnodes: int, nproc_per_node: str, rdzv_endpoint: str | None, rdzv_id: str, recipe_arguments: Sequence[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that starts this node's processes, and the environment variables that it needs.
+    """Return the command that starts this node's processes, and the environment variables that it needs.
 
     Args:
         nnodes: nodes of the run; the same command is started on each.

@@ -14,7 +14,7 @@ from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.process import connect
 from ppl_eval.distributed.rendezvous import meet
 from ppl_eval.quantization.quantize import QuantizationReport, quantize
-from ppl_eval.results import table as report
+from ppl_eval.results import table
 from ppl_eval.run.calibration_text import calibration_batches
 from ppl_eval.run.inputs import read_inputs
 from ppl_eval.scoring import load as models
@@ -25,7 +25,7 @@ COPIED_BYTES = 100_000_000
 
 
 def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, list[str]]:
-    """Quantises the config's checkpoint and writes it to `output_dir`.
+    """Quantise the config's checkpoint and write it to ``output_dir``.
 
     The file is named as torchtune names it, `model-4w.pt` for model.safetensors and int4; beside it lies a
     JSON report of what was done to which layer.
@@ -41,7 +41,7 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
     """
     if settings.quantizer is None:
         raise ValueError("the config has no `quantizer`: nothing to do")
-    folder = report.check_output_dir(Path(settings.output_dir))
+    folder = table.check_output_dir(Path(settings.output_dir))
     device = choose_device(settings.device, settings.backend)
     dtype = choose_dtype(settings.dtype, device)
     checkpoint = load_state_dict(settings.checkpointer)
@@ -62,7 +62,7 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
     _save(decoder, path)
     source = Path(str(settings.checkpointer.checkpoint_dir)).expanduser()
     _copy_companions(source, folder)
-    report.write_json(
+    table.write_json(
         path.with_suffix(".json"),
         {
             "quantizer": settings.as_dict()["quantizer"],
@@ -79,7 +79,7 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
 
 
 def _save(model: nn.Module, path: Path) -> None:
-    """Writes the state dict whole or not at all."""
+    """Write the state dict whole or not at all."""
     half = path.with_name(f".{path.name}.{os.getpid()}.half")
     try:
         torch.save(model.state_dict(), half)

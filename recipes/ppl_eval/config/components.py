@@ -13,7 +13,7 @@ MOVED = {"ppl_eval.calibration.awq": "ppl_eval.quantization.awq"}
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A hint at the nearest known name, to be put behind a message; empty if none is near."""
+    """Return a hint at the nearest known name, to be put behind a message; empty if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {prefix + near[0]!r}?" if near else ""
 

@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "torchtune", "torchao", "tokenizers", "numpy", "lm_eval", 
 
 
 def choose_device(device: str, backend: str | None) -> torch.device:
-    """This rank's device, from LOCAL_RANK where there are several.
+    """Return this rank's device, from LOCAL_RANK where there are several.
 
     Raises:
         ValueError: if this machine does not have it, or torch does not have the backend.
@@ -34,7 +34,7 @@ def choose_device(device: str, backend: str | None) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations.
+    """Return the dtype of weights and activations.
 
     Raises:
         ValueError: if the device cannot compute in it.
@@ -80,14 +80,14 @@ def choose_seed(seed: int, recipe_state: dict[str, Any] | None, seed_check: str)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held: on the device for cuda, resident for cpu."""
+    """Return the most memory this process has held: on the device for cuda, resident for cpu."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the numbers depend on; ``cpu`` is the instruction set that torch's kernels use."""
+    """Return the versions of what the numbers depend on; ``cpu`` is the instruction set of torch's kernels."""
     return {
         "python": platform.python_version(),
         "cpu": torch.backends.cpu.get_cpu_capability(),

@@ -5,5 +5,5 @@ from pathlib import Path
 
 
 def home() -> Path:
-    """The cache folder: ``PPL_EVAL_HOME``, else ``~/.cache/ppl_eval``."""
+    """Return the cache folder: ``PPL_EVAL_HOME``, else ``~/.cache/ppl_eval``."""
     return Path(os.environ.get("PPL_EVAL_HOME") or Path.home() / ".cache" / "ppl_eval").expanduser()

@@ -129,7 +129,7 @@ def _refuse_odd_number(text: str, where: str) -> None:
 
 
 def _names_component(config: DictConfig, key: str, value: str, sections: Container[str]) -> bool:
-    """Whether ``key=value`` gives a section's component by its dotted path alone."""
+    """Return whether ``key=value`` gives a section's component by its dotted path alone."""
     if value in ("", "null", "None") or value.lstrip().startswith("{"):
         return False
     current = OmegaConf.select(config, key)

@@ -19,7 +19,7 @@ class Node(NamedTuple):
 
 
 def group_by_node(reports: list[dict[str, Any] | None]) -> list[Node]:
-    """The nodes that reports, none of which is missing, came from; ordered by their first rank."""
+    """Return the nodes that reports, none of which is missing, came from; ordered by their first rank."""
     nodes: dict[str, Node] = {}
     for rank, report in enumerate(reports):
         assert report is not None
@@ -28,7 +28,7 @@ def group_by_node(reports: list[dict[str, Any] | None]) -> list[Node]:
 
 
 def find_problem(reports: list[dict[str, Any] | None]) -> str | None:
-    """What is wrong, in words for the person.
+    """Return what is wrong, in words for the person.
 
     Args:
         reports: by rank; ``host``, ``error`` (a message or None) and ``facts`` (name to JSON text). None
@@ -55,11 +55,11 @@ def find_problem(reports: list[dict[str, Any] | None]) -> str | None:
         values = {rank: report["facts"].get(fact, "nothing") for rank, report in came.items()}
         groups = _group(values)
         if len(groups) > 1:
-            told = "; ".join(
+            listed = "; ".join(
                 f"{value} on {_by_host({rank: came[rank]['host'] for rank in ranks})}"
                 for value, ranks in groups.items()
             )
-            lines.append(f"{fact} differs between ranks: {told}")
+            lines.append(f"{fact} differs between ranks: {listed}")
     return "\n".join(lines) or None
 
 

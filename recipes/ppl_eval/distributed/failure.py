@@ -139,7 +139,7 @@ class Watch:
         self._leave_at = min(self._leave_at, time.monotonic() + seconds)
 
     def find_lost_host(self) -> None:
-        """A connection broke: give the heartbeats time to show whose. If they do, this does not return."""
+        """Give the heartbeats time to show whose connection broke. If they do, this does not return."""
         if self._several_nodes:
             self._suspicious.set()
             time.sleep(SUSPICION_SECONDS + BEAT_SECONDS + _POLL_SECONDS)
@@ -177,7 +177,7 @@ class Watch:
                 self._heartbeats.leave()
 
     def _look(self) -> dict[str, Any] | None:
-        """The reason why the run must end, if there is one."""
+        """Return the reason why the run must end, if there is one."""
         process, world, store = self._process, self._world, self._store
         if store.check([ABORT]):
             return json.loads(store.get(ABORT))

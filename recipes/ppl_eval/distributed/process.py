@@ -70,7 +70,7 @@ class Process:
         try:
             return json.loads((store or self.store).compare_set(ABORT, "", mine))["where"] == self.where
         except (dist.DistError, RuntimeError):
-            return True  # The store is gone: nobody else may be left to say it.
+            return True  # The store is gone: no other rank may be left to report it.
 
 
 def wait_for(process: Process, key: str, what: str, give_up_after: float = float("inf")) -> bool:

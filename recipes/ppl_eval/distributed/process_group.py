@@ -12,7 +12,7 @@ from ppl_eval.distributed.rendezvous import World
 
 
 def choose_backend(device: torch.device, backend: str | None) -> str:
-    """The backend of the process group: as configured, else nccl for cuda and gloo for cpu."""
+    """Return the backend of the process group: as configured, else nccl for cuda and gloo for cpu."""
     return backend or ("nccl" if device.type == "cuda" else "gloo")
 
 
@@ -43,7 +43,7 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
 def all_gather_rows(
     row: npt.NDArray[np.float64], world_size: int, device: torch.device
 ) -> npt.NDArray[np.float64]:
-    """One row of float64 from every rank; [world_size, N]."""
+    """Gather one row of float64 from every rank; [world_size, N]."""
     mine = torch.from_numpy(row).to(device)
     rows = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(rows, mine)

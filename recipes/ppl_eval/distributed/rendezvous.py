@@ -206,7 +206,7 @@ def _check_world_size(process: Process) -> None:
 
 
 def environment_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be equal on all ranks before anything else is worth trying."""
+    """Return what must be equal on all ranks before anything else is worth trying."""
     return {
         "torch version": torch.__version__,
         **{f"config key {name}": value for name, value in config.items()},

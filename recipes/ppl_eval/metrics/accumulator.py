@@ -34,7 +34,7 @@ class PartSums:
         self.blocks.add(window_B, scores.nll_sum_B, scores.num_tokens_B)
 
     def pack(self) -> IntArray:
-        """All sums as one int64 vector."""
+        """Return all sums as one int64 vector."""
         return np.concatenate([self.totals.pack(), self.blocks.pack()])
 
     def unpack(self, vector: IntArray) -> None:

@@ -28,7 +28,7 @@ class CoveredText(NamedTuple):
 
 
 def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> CoveredText | None:
-    """Bytes and words of each document, from its head to its last scored token.
+    """Return the bytes and words of each document, from its head to its last scored token.
 
     Whole documents count as the original text was counted, documents without a window as nothing. Where the
     end of a document is not scored (a dropped tail, ``max_windows``), the shorter of the two sides is decoded
@@ -63,7 +63,7 @@ def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> CoveredTe
 
 
 def _measure(encoder: TextEncoder, tokens: npt.NDArray[Any], separator: str) -> TextSize:
-    """Size of the text of tokens, decoded in parts so that memory stays flat."""
+    """Measure the text of tokens, decoded in parts so that memory stays flat."""
     counter = TextCounter(separator)
     start = 0
     while start < len(tokens):

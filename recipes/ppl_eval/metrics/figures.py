@@ -14,12 +14,12 @@ from ppl_eval.protocols.base import Protocol, exp_or_infinity
 
 
 def json_number(value: float | None) -> float | str | None:
-    """A float as strict JSON has it: infinity as the text "Infinity", which ``float()`` reads back."""
+    """Return a float as strict JSON has it: infinity as the text "Infinity", which ``float()`` reads back."""
     return "Infinity" if value is not None and math.isinf(value) else value
 
 
 def figures(totals: Totals, num_bytes: int | None, num_words: int | None) -> dict[str, Any]:
-    """All metrics of a set of windows, apart from their uncertainty.
+    """Return all metrics of a set of windows, apart from their uncertainty.
 
     Args:
         totals: their sums.
@@ -50,7 +50,7 @@ def figures(totals: Totals, num_bytes: int | None, num_words: int | None) -> dic
 
 
 def uncertainty(totals: Totals, blocks: Blocks) -> dict[str, Any]:
-    """How sure the perplexity is (see ``blocks``).
+    """Return how sure the perplexity is (see ``standard_error``).
 
     Returns:
         ``ce_loss_stderr``, ``perplexity_stderr`` (perplexity times that: delta method),
@@ -71,7 +71,7 @@ def uncertainty(totals: Totals, blocks: Blocks) -> dict[str, Any]:
 
 
 def protocol_figures(protocol: Protocol, totals: Totals, num_words: int | None) -> dict[str, Any]:
-    """Figures that only this protocol has, and those that its reference computes in another way.
+    """Return figures that only this protocol has, and those that its reference computes in another way.
 
     Args:
         protocol: the protocol.
@@ -87,8 +87,8 @@ def protocol_figures(protocol: Protocol, totals: Totals, num_words: int | None) 
 def all_figures(
     sums: Accumulator, protocol: Protocol, data: TokenData, covered: CoveredText | None
 ) -> dict[str, Any]:
-    """The figures of a run: of all windows (micro: every token weighs the same), and under ``domains`` and
-    ``positions`` of parts of them, where these are counted.
+    """Return the figures of a run: of all windows (micro: every token weighs the same), and of parts of them
+    under ``domains`` and ``positions``, where these are counted.
 
     ``macro_ce_loss`` is the mean over domains of their ``ce_loss``, so that every domain weighs the same, and
     ``macro_perplexity`` its exponential.

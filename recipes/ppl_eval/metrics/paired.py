@@ -19,7 +19,7 @@ WINDOWS = "windows.parquet"
 def against_baseline(
     result: Mapping[str, Any], baseline: Mapping[str, Any], ours: Path, theirs: Path
 ) -> dict[str, Any]:
-    """The difference between a result and a comparable baseline, for the result file.
+    """Return the difference between a result and a comparable baseline, for the result file.
 
     Args:
         result: this run's.
@@ -50,7 +50,7 @@ def against_baseline(
 def _windows(
     folder: Path, result: Mapping[str, Any]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-    """Tokens and NLL of each window, in the plan's order; None if the folder has no table of this result."""
+    """Return tokens and NLL of each window in the plan's order; None if there is no table of this result."""
     if not (folder / WINDOWS).is_file():
         return None
     columns = pq.read_table(folder / WINDOWS, columns=["num_tokens", "nll_sum"])

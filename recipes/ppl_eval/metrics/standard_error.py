@@ -30,7 +30,7 @@ FEWEST_BLOCKS = 5
 
 
 def block_starts(num_windows: int, document_starts: IntArray) -> tuple[str, IntArray]:
-    """Where blocks begin among the windows of a run or domain, which are counted from 0.
+    """Return where blocks begin among the windows of a run or domain, which are counted from 0.
 
     Args:
         num_windows: windows there are.
@@ -72,7 +72,7 @@ class Blocks:
             self.num_tokens[block] += int(num_tokens_B[here].sum())
 
     def pack(self) -> IntArray:
-        """All sums as one int64 vector, which may be added over ranks elementwise."""
+        """Return all sums as one int64 vector, which may be added over ranks elementwise."""
         rows = [[*to_limbs(nll), n] for nll, n in zip(self.nll_fixed, self.num_tokens, strict=True)]
         return np.array(rows, dtype=np.int64).ravel()
 
@@ -88,7 +88,7 @@ class Blocks:
         return sum(n > 0 for n in self.num_tokens)
 
     def ce_loss_stderr(self) -> float | None:
-        """Standard error of NLL per token, nats; None with fewer than two blocks."""
+        """Return the standard error of NLL per token, nats; None with fewer than two blocks."""
         if self.num_blocks < 2:
             return None
         all_tokens = sum(self.num_tokens)
@@ -100,7 +100,7 @@ class Blocks:
         return float(variance / (1 << 2 * FRACTION_BITS)) ** 0.5
 
     def half_width_95(self) -> float | None:
-        """Half of the 95 % interval of NLL per token, nats; None with fewer than ``FEWEST_BLOCKS`` blocks."""
+        """Return half of the 95 % interval of NLL per token, nats; None for fewer than ``FEWEST_BLOCKS``."""
         stderr = self.ce_loss_stderr()
         if stderr is None or self.num_blocks < FEWEST_BLOCKS:
             return None
@@ -108,7 +108,8 @@ class Blocks:
 
 
 def student_t(probability: float, degrees: int) -> float:
-    """Quantile of Student's t, good to 0.4 % from 4 degrees of freedom (Abramowitz and Stegun, 26.7.5)."""
+    """Return a quantile of Student's t, good to 0.4 % from 4 degrees of freedom (Abramowitz and Stegun,
+    26.7.5)."""
     z = NormalDist().inv_cdf(probability)
     terms = (
         (z**3 + z) / 4,

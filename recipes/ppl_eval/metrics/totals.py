@@ -50,7 +50,7 @@ class WindowScores(NamedTuple):
     correct_BT: IntArray | None = None
 
     def subset(self, chosen_B: npt.NDArray[np.bool_]) -> WindowScores:
-        """The sums of some of the windows."""
+        """Return the sums of some of the windows."""
         return WindowScores(
             self.nll_sum_B[chosen_B],
             self.nll_sq_sum_B[chosen_B],
@@ -60,7 +60,7 @@ class WindowScores(NamedTuple):
 
 
 def to_fixed(values: FloatArray) -> int:
-    """Exact sum of float64 values, as an integer in units of 2^-96."""
+    """Return the exact sum of float64 values, as an integer in units of 2^-96."""
     magnitude = np.abs(values)
     assert np.all(magnitude < _LARGEST), (
         "a value of 2^62 or more, or one that is not finite, reached the totals"
@@ -98,7 +98,7 @@ def from_limbs(limbs: list[int]) -> int:
 
 
 def fixed_to_float(fixed: int) -> float:
-    """The float64 nearest to a fixed-point integer; integer division in Python rounds correctly."""
+    """Return the float64 nearest to a fixed-point integer; integer division in Python rounds correctly."""
     return fixed / (1 << FRACTION_BITS)
 
 
@@ -151,7 +151,7 @@ class Totals:
         self.num_correct += int(correct_N.sum())
 
     def pack(self) -> IntArray:
-        """All sums as one int64 vector, which may be added over ranks elementwise."""
+        """Return all sums as one int64 vector, which may be added over ranks elementwise."""
         limbs: list[int] = []
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
@@ -184,7 +184,7 @@ class Totals:
         return fixed_to_float(self.nll_fixed)
 
     def scored_sums(self, num_words: int) -> ScoredSums:
-        """What a protocol computes its own figures from."""
+        """Return what a protocol computes its own figures from."""
         return ScoredSums(
             nll_sum=self.nll_sum,
             nll_sq_sum=fixed_to_float(self.token_nll_sq_fixed),
@@ -195,7 +195,7 @@ class Totals:
         )
 
     def ce_loss(self) -> float:
-        """NLL per scored token in nats, divided once."""
+        """Return NLL per scored token in nats, divided once."""
         return self.nll_fixed / (self.num_tokens << FRACTION_BITS)
 
 
@@ -218,7 +218,7 @@ class FloatSum:
 
 
 def resolve_precision(precision: str, expected_tokens: int) -> str:
-    """The accumulation in use: ``auto`` is float64 above 10^6 tokens, else float32."""
+    """Return the accumulation in use: ``auto`` is float64 above 10^6 tokens, else float32."""
     if precision == "auto":
         return "float64" if expected_tokens > 10**6 else "float32"
     return precision

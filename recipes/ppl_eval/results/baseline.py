@@ -54,7 +54,7 @@ def prepare(settings: Settings) -> dict[str, Any] | None:
 
 
 def read_result(path: str) -> dict[str, Any]:
-    """A result file.
+    """Read a result file.
 
     Raises:
         ValueError: if it is missing, is not JSON, or is not a result.
@@ -71,7 +71,7 @@ def read_result(path: str) -> dict[str, Any]:
 
 
 def comparable(result: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Whether two results answer the same question: what was scored, with which tokenizer, by which protocol.
+    """Compare whether two results answer the same question: what was scored, by which tokenizer and protocol.
 
     Form, place and name of the data do not matter, nor do model, precision or machines.
 
@@ -83,7 +83,7 @@ def comparable(result: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]
 
 
 def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: tuple[str, ...]) -> list[str]:
-    """One line for each of these fields that differs, nested ones leaf by leaf."""
+    """Return one line for each of these fields that differs, nested ones leaf by leaf."""
     lines = []
     for field in fields:
         ours, theirs = _leaves(_get(result, field), field), _leaves(_get(baseline, field), field)
@@ -96,12 +96,12 @@ def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: 
 
 
 def is_comparable(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
-    """Whether both are answers to the same question."""
+    """Return whether both are answers to the same question."""
     return not differences(result, baseline, _QUESTION)
 
 
 def is_quantized(result: Mapping[str, Any]) -> bool:
-    """Whether the result is of quantised weights, be it on load or before."""
+    """Return whether the result is of quantised weights, be it on load or before."""
     return result.get("quantizer") is not None or bool(_get(result, "model.quantized_checkpoint"))
 
 
@@ -118,10 +118,10 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
     """
     other_question = differences(result, baseline, _QUESTION)
     if other_question:
-        told = "\n".join(f"  {line}" for line in other_question)
+        listed = "\n".join(f"  {line}" for line in other_question)
         return (
             EXIT_INCOMPARABLE,
-            f"the baseline measured something else, so the numbers cannot be compared:\n{told}",
+            f"the baseline measured something else, so the numbers cannot be compared:\n{listed}",
         )
     drift = abs(result["ce_loss"] - baseline["ce_loss"]) / max(abs(baseline["ce_loss"]), 1e-300)
     same = result["nll_sum_hex"] == baseline["nll_sum_hex"]
@@ -141,10 +141,10 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
         "none of the recorded fields differ: same checkpoint, dtype, batch size, topology and versions."
         " Suspect hardware, or a kernel that is not deterministic"
     ]
-    told = "\n".join(f"  {line}" for line in reasons)
+    listed = "\n".join(f"  {line}" for line in reasons)
     return (
         EXIT_MISMATCH,
-        f"does not agree with the baseline: {numbers}\nwhat differs between the two results:\n{told}",
+        f"does not agree with the baseline: {numbers}\nwhat differs between the two results:\n{listed}",
     )
 
 

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.protocols import coverage
 from ppl_eval.protocols.batches import Batch
-from ppl_eval.results import table as report
+from ppl_eval.results import table
 
 _COUNTS, _SUMS = ("window_id", "num_tokens", "num_correct"), ("nll_sum", "nll_sq_sum")
 RECORD = np.dtype(
@@ -41,7 +41,7 @@ Records = npt.NDArray[np.void]
 
 
 def records_of(batch: Batch, scores: WindowScores) -> Records:
-    """The records of a scored batch."""
+    """Return the records of a scored batch."""
     records = np.zeros(len(batch.window_ids_B), dtype=RECORD)
     records["window_id"] = batch.window_ids_B
     records["num_tokens"], records["num_correct"] = scores.num_tokens_B, scores.num_correct_B
@@ -84,7 +84,7 @@ class Ledger:
             ) from error
 
     def own(self) -> Records:
-        """What this rank scored in this run, ordered by window."""
+        """Return what this rank scored in this run, ordered by window."""
         if self._file is None:
             return np.zeros(0, dtype=RECORD)
         return np.sort(_read_file(self.path, self._begin), order="window_id")
@@ -109,7 +109,7 @@ class Ledger:
 
 
 def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger:
-    """The ledger of a rank, in the folder of its plan; the folder is made and described.
+    """Open the ledger of a rank, in the folder of its plan; the folder is made and described.
 
     Args:
         output_dir: the run's.
@@ -124,7 +124,7 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / _PLAN_FILE).exists():
-            report.write_json(folder / _PLAN_FILE, facts)
+            table.write_json(folder / _PLAN_FILE, facts)
     except OSError as error:
         raise ValueError(
             f"the records of finished windows cannot be kept in {folder}: {error.strerror}; every host needs"
@@ -147,12 +147,12 @@ def _only_run(output_dir: Path) -> FileLock | None:
 
 
 def plan_key(facts: Mapping[str, Any]) -> str:
-    """Short name of a plan: equal facts, equal name."""
+    """Return the short name of a plan: equal facts, equal name."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_ledger(folder: Path) -> Records:
-    """All whole records of a plan's folder, one a window, ordered by window.
+    """Read all whole records of a plan's folder, one a window, ordered by window.
 
     A window that was scored more than once (by runs that died) was scored with the same bits.
 

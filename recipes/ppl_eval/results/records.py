@@ -70,7 +70,7 @@ class Rows(NamedTuple):
 
 
 def gather(own: Records, plan: Plan, add_over_ranks: Reduce) -> Iterator[Rows]:
-    """All windows of all ranks in order, a chunk at a time; every rank must run through it.
+    """Gather all windows of all ranks in order, a chunk at a time; every rank must run through it.
 
     A window was scored by one rank, so its row is the sum over ranks of that row and zeros, bit by bit.
 

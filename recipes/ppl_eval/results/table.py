@@ -52,7 +52,7 @@ _SOME_RUNS_ONLY = (
 
 
 def table(result: Mapping[str, Any], *, with_memory: bool = False) -> str:
-    """The result for a screen.
+    """Format the result for a screen.
 
     Args:
         result: as ``results.build`` made it.
@@ -122,5 +122,5 @@ def _quantizer(quantizer: Mapping[str, Any] | None) -> str:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Smallest, mean and largest of a figure over ranks."""
+    """Return the smallest, mean and largest of a figure over ranks."""
     return {"min": min(values), "mean": math.fsum(values) / len(values), "max": max(values)}

@@ -23,7 +23,7 @@ KEYS = {"dataset", "num_windows"}
 def calibration_batches(
     settings: Settings, inputs: Inputs, world: World
 ) -> tuple[list[torch.Tensor] | None, list[str]]:
-    """The windows that `quantizer.calibration` asks for, one a batch.
+    """Return the windows that `quantizer.calibration` asks for, one a batch.
 
     Returns:
         tokens_BT of each batch, or None for a quantiser that is not calibrated; and notes.
