@@ -87,7 +87,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what the numbers depend on; ``cpu`` is the instruction set of torch's kernels."""
+    """Return versions of what the numbers depend on; ``cpu`` is the instruction set of torch's kernels."""
     return {
         "python": platform.python_version(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
