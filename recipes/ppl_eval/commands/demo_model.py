@@ -7,7 +7,6 @@ their perplexity is that of the quantised file.
 
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from ppl_eval.config.files import whole_folder
 from ppl_eval.config.paths import home
 
 MODELS = ("smollm2-135m",)
@@ -62,11 +62,8 @@ def fetch(name: str) -> Path:
     with FileLock(folder.with_suffix(".lock")):
         if not folder.is_dir():
             gguf = _fetch_gguf(folder.parent / f"{name}.gguf")
-            half = folder.with_suffix(".half")
-            shutil.rmtree(half, ignore_errors=True)
-            half.mkdir()
-            _write_hf_folder(gguf, half)
-            half.rename(folder)
+            with whole_folder(folder) as half:
+                _write_hf_folder(gguf, half)
             gguf.unlink()
     return folder
 

@@ -1,15 +1,14 @@
 """Write a quantised checkpoint, on any device, in the form that torchtune's quantise recipe writes."""
 
-import os
 import shutil
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.config.environment import choose_device, choose_dtype
+from ppl_eval.config.files import whole_file, write_json
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.process import connect
 from ppl_eval.distributed.rendezvous import meet
@@ -59,10 +58,11 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
     done = quantize(decoder, settings.quantizer, device, batches=batches)
     stem = next(iter(checkpoint.identity)).split(".")[0]
     path = folder / f"{stem}-{done.mode}.pt"
-    _save(decoder, path)
+    with whole_file(path, "wb") as file:
+        torch.save(decoder.state_dict(), file)
     source = Path(str(settings.checkpointer.checkpoint_dir)).expanduser()
     _copy_companions(source, folder)
-    table.write_json(
+    write_json(
         path.with_suffix(".json"),
         {
             "quantizer": settings.as_dict()["quantizer"],
@@ -78,22 +78,11 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
     return path, done, notes + done.notes
 
 
-def _save(model: nn.Module, path: Path) -> None:
-    """Write the state dict whole or not at all."""
-    half = path.with_name(f".{path.name}.{os.getpid()}.half")
-    try:
-        torch.save(model.state_dict(), half)
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
-
-
 def _copy_companions(source: Path, target: Path) -> None:
     if source.resolve() == target.resolve():
         return
     for file in sorted(source.iterdir()):
         small = file.is_file() and file.stat().st_size <= COPIED_BYTES
         if small and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json"):
-            half = target / f".{file.name}.{os.getpid()}.half"
-            shutil.copyfile(file, half)
-            half.replace(target / file.name)
+            with open(file, "rb") as original, whole_file(target / file.name, "wb") as copy:
+                shutil.copyfileobj(original, copy)

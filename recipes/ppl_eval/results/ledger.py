@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
+from ppl_eval.config.files import write_json
 from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.protocols import coverage
 from ppl_eval.protocols.batches import Batch
-from ppl_eval.results import table
 
 _COUNTS, _SUMS = ("window_id", "num_tokens", "num_correct"), ("nll_sum", "nll_sq_sum")
 RECORD = np.dtype(
@@ -124,7 +124,7 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / _PLAN_FILE).exists():
-            table.write_json(folder / _PLAN_FILE, facts)
+            write_json(folder / _PLAN_FILE, facts)
     except OSError as error:
         raise ValueError(
             f"the records of finished windows cannot be kept in {folder}: {error.strerror}; every host needs"

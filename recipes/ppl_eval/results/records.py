@@ -23,7 +23,6 @@ of ranks. No file system need be shared: ranks send their rows to rank 0, some M
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ppl_eval.config.files import whole_file
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.protocols.base import IntArray, Windows, exp_or_infinity
@@ -119,9 +119,9 @@ def write(
     with ExitStack() as stack:
         windows = documents = None
         if output_dir is not None and per_window:
-            windows = stack.enter_context(_whole_file(output_dir / "windows.parquet", _WINDOWS))
+            windows = stack.enter_context(_whole_table(output_dir / "windows.parquet", _WINDOWS))
         if output_dir is not None and per_document:
-            file = stack.enter_context(_whole_file(output_dir / "documents.parquet", _DOCUMENTS))
+            file = stack.enter_context(_whole_table(output_dir / "documents.parquet", _DOCUMENTS))
             documents = _Documents(file, data, covered)
         for rows in gather(own, plan, add_over_ranks):
             if windows is not None:
@@ -133,18 +133,9 @@ def write(
 
 
 @contextmanager
-def _whole_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    # There whole, or not at all.
-    half = path.with_name(f".{path.name}.{os.getpid()}.half")
-    try:
-        with open(half, "wb") as file:
-            with pq.ParquetWriter(file, schema) as writer:
-                yield writer
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+def _whole_table(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    with whole_file(path, "wb") as file, pq.ParquetWriter(file, schema) as writer:
+        yield writer
 
 
 def _domain_names(data: TokenData, document_K: IntArray) -> pa.Array:

@@ -13,6 +13,7 @@ from torchtune.utils import get_logger
 
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.environment import peak_memory_bytes, versions
+from ppl_eval.config.files import write_json
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
@@ -203,7 +204,7 @@ def write_result(
         assert settings.baseline is not None
         folder = Path(settings.baseline).expanduser().parent
         result["against_baseline"] = paired.against_baseline(result, other, path.parent, folder)
-    table.write_json(path, result)
+    write_json(path, result)
     print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
     get_logger(settings.log_level).info(f"written to {path}")
     if settings.metric_logger is not None:

@@ -1,29 +1,12 @@
 """The result of a run: a JSON file for programs, a table for people."""
 
-import json
 import math
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file so that it is there whole or not at all; strict JSON, floats to the last digit."""
-    # Processes of other hosts may write the same file.
-    half = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.half")
-    try:
-        with open(half, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
 
 
 def check_output_dir(path: Path) -> Path:
