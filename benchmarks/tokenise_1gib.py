@@ -9,7 +9,6 @@ two share count once.
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -84,6 +83,7 @@ def main() -> None:
     from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
     from ppl_eval.data import text_files
+    from ppl_eval.data.sources import EncodeRequest
     from ppl_eval.data.token_data import open_tokens, prepare_tokens
     from ppl_eval.protocols.disjoint import disjoint
     from ppl_eval.protocols.plan import make_plan
@@ -101,12 +101,12 @@ def main() -> None:
     with TemporaryDirectory() as scratch:
         path, cache = Path(scratch) / "text.txt", Path(scratch) / "cache"
         write_text(path, arguments.mib * MIB)
-        # A file that changed just now is hashed again; this one stands for one that lay there for long.
-        os.utime(path, (0, 0))
+        # A file that changed just now is hashed again.
+        time.sleep(3)
         source = text_files(str(path))
 
         def prepare() -> Path:
-            return prepare_tokens(source, encoder, "\n\n", "tokenizer", cache)
+            return prepare_tokens(source, EncodeRequest(encoder, "\n\n", "tokenizer"), cache)
 
         view, first_seconds, first_peak = timed(prepare)
         _, second_seconds, second_peak = timed(prepare)

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from helpers.data_helpers import ALPACA, llama3_tokenizer
 from helpers.token_files import IDS, write_bin, write_megatron
 from ppl_eval.config.components import instantiate
+from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens
 from ppl_eval.tokenization.tokenizer import TextEncoder, wrap_tokenizer
 
@@ -64,7 +65,7 @@ def test_snippet(
     config = OmegaConf.create(snippet.replace("uint16 #", "uint32 #"))
     source = instantiate("dataset", config.dataset)
     join = None if "sft" in snippet else "\n\n"
-    data = open_tokens(prepare_tokens(source, encoder, join, "never", tmp_path / "cache"))
+    data = open_tokens(prepare_tokens(source, EncodeRequest(encoder, join), tmp_path / "cache"))
     assert data.num_tokens > 4
     if "config_name" in snippet:
         assert (called["name"], called["config_name"], called["split"]) == (

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from helpers.tiny import trained_tokenizer
 from ppl_eval.data import TextSource
+from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import TokenData, open_tokens, prepare_tokens
 from ppl_eval.metrics import figures as metrics
 from ppl_eval.metrics.denominators import CoveredText
@@ -121,10 +122,8 @@ def score(
 ) -> Scored:
     """Score a source as the recipe does, on one process."""
     protocol = for_tokenizer(protocol, encoder)
-    folder = prepare_tokens(
-        source, encoder, protocol.join, protocol.bos, cache, word_separator=protocol.word_separator
-    )
-    data = open_tokens(folder)
+    request = EncodeRequest(encoder, protocol.join, protocol.bos, protocol.word_separator)
+    data = open_tokens(prepare_tokens(source, request, cache))
     notes = check_bos_tokens(protocol, data, encoder)
     plan = make_plan(protocol, data.offsets_D1, batch_size)
     batches = WindowBatches(plan, data, prefix_token(protocol, encoder))

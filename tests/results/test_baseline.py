@@ -6,6 +6,7 @@ from typing import Any
 
 from helpers.data_helpers import hf_encoder
 from ppl_eval.data import TextSource
+from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens
 from ppl_eval.protocols.disjoint import disjoint
 from ppl_eval.results.baseline import comparable
@@ -21,7 +22,9 @@ def test_text_tokenizer_and_protocol_decide(tmp_path: Path) -> None:
         text: str, encoder: int = 0, max_seq_len: int = 4, bos: str = "never", name: str = "a", **more: Any
     ) -> dict[str, Any]:
         source = TextSource(name, {}, lambda: iter([text]))
-        data = open_tokens(prepare_tokens(source, encoders[encoder], "\n\n", bos, tmp_path / "cache"))
+        data = open_tokens(
+            prepare_tokens(source, EncodeRequest(encoders[encoder], "\n\n", bos), tmp_path / "cache")
+        )
         protocol = disjoint(max_seq_len).parameters
         return {
             "schema": 1,

@@ -15,8 +15,8 @@ from typing import IO, Any
 def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a file for writing that takes its name when everything in it is on the disk.
 
-    Until then it has a name that nobody can guess, in the same folder. Where writing fails, it is removed, and
-    what was at ``path`` before is still there.
+    Until then it has a name that nobody can guess, in the same folder. Where writing fails, it is removed,
+    and what was at ``path`` before is still there.
 
     Args:
         path: the file; replaced if it exists. Its folder must exist.
@@ -56,8 +56,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Fill a folder that takes its name when everything in it is on the disk.
 
-    The caller holds a lock on ``path``: until then the folder is ``<path>.half``, and one that a killed process
-    left there is removed first.
+    The caller holds a lock on ``path``: until then the folder is ``<path>.half``, and one that a killed
+    process left there is removed first.
 
     Args:
         path: the folder; replaced if it exists.

@@ -1,13 +1,14 @@
 """The data factories that a config's ``dataset`` section names: ``ppl_eval.data.<factory>``.
 
 ``python_docs``, ``text_files``, ``hub_text`` and ``lm_eval_task`` are text, ``token_files`` are ids, ``sft``
-is any dataset that torchtune trains on; ``domains`` groups sources.
+is any dataset that torchtune trains on; ``domains`` groups sources. Any class with the interface of
+``sources.Source`` may stand in their place.
 """
 
 from ppl_eval.data.lm_eval_tasks import lm_eval_task
 from ppl_eval.data.samples import sft
-from ppl_eval.data.sources import TextSource, domains
-from ppl_eval.data.text_sources import hub_text, python_docs, text_files
+from ppl_eval.data.sources import domains
+from ppl_eval.data.text_sources import TextSource, hub_text, python_docs, text_files
 from ppl_eval.data.token_sources import token_files
 
 __all__ = [

@@ -12,8 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ppl_eval.data.sources import Part, TextSource, expand_paths, source_of_parts, stamp_of
-from ppl_eval.data.text_sources import decoded
+from ppl_eval.data.documents import Part
+from ppl_eval.data.input_files import expand_paths, stamp_of
+from ppl_eval.data.plain_text import decoded
+from ppl_eval.data.text_sources import TextSource, source_of_parts
 from ppl_eval.tokenization.word_count import count_words
 
 
@@ -45,12 +47,12 @@ def lm_eval_task(task: str = "wikitext", paths: str | Sequence[str] | None = Non
             yield _part(loaded, doc)
 
     return source_of_parts(
-        "lm_eval_task", parameters, read_parts, None if files is None else lambda: stamp_of(files)
+        "lm_eval_task", parameters, read_parts, lambda: None if files is None else stamp_of(files)
     )
 
 
 def wikitext_pages(text: str) -> list[str]:
-    """Pages of a WikiText file, cut as in the data set EleutherAI/wikitext_document_level.
+    """Cut a WikiText file into pages, as in the data set EleutherAI/wikitext_document_level.
 
     A page begins at each title line; the line feed between two pages belongs to neither, and pages of white
     space alone are left out, except at the end of the text.
@@ -127,7 +129,7 @@ def _local_pages(files: list[Path], **_: Any) -> Any:
 
 
 def _part(task: Any, doc: dict[str, Any]) -> Part:
-    # What lm-eval would divide by is asked of the task itself; of the texts it may have counted, one fits.
+    # The task itself says what lm-eval divides by; one of the texts that it may have counted has that size.
     text = task.doc_to_target(doc)
     counted = task.process_results(doc, [0.0])
     wanted = {

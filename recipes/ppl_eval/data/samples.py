@@ -14,20 +14,46 @@ but rounding).
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
-from ppl_eval.data.array_store import ArrayWriter
-from ppl_eval.data.sources import ALL
+from ppl_eval.data.array_cache import ArrayWriter
+from ppl_eval.data.sources import ALL, Content, EncodeRequest, Written
+from ppl_eval.data.tokenize import token_dtype
 from ppl_eval.tokenization.tokenizer import TextEncoder
 
-IGNORE_INDEX = -100
 Ids = npt.NDArray[np.int64]
+
+
+class Sample(NamedTuple):
+    """Tokens of one sample, and labels that are not shifted: each is its own token, or -100."""
+
+    tokens: Ids
+    labels: Ids
+
+    def num_scored(self) -> int:
+        """Count its targets; its first token never is one."""
+        return int(np.count_nonzero(self.labels[1:] != CROSS_ENTROPY_IGNORE_IDX))
+
+
+@dataclass
+class _Counts:
+    """What the notes say about the samples of a domain."""
+
+    num_samples: int = 0
+    num_scored_tokens: int = 0
+    num_empty: int = 0
+    num_unscored: int = 0
+    num_at_limit: int = 0
+    num_packs: int = 0
+    num_shifted: int = 0
+    num_crossing: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,29 +70,92 @@ class SampleSource:
     parameters: dict[str, Any]
     sections: dict[str, dict[str, Any]]
 
+    def stamp(self) -> None:
+        """Return None: what a dataset holds is known only after it was made."""
+
+    def identify(self, request: EncodeRequest) -> Content:
+        """Make all samples, and hash them.
+
+        Raises:
+            ValueError: if a dataset or a sample is not what torchtune's are, nothing is to be scored, or the
+                request joins.
+        """
+        if request.join is not None:
+            raise ValueError(
+                "protocol: this protocol joins documents, and samples with labels cannot be joined; use "
+                "ppl_eval.protocols.per_sample"
+            )
+        facts, counts = self._read(request.encoder, lambda domain, sample: None)
+        num_samples = sum(count.num_samples for count in counts.values())
+        if not any(count.num_scored_tokens for count in counts.values()):
+            raise ValueError(
+                f"dataset: none of the {num_samples} samples has a token to score: every label is -100 (or "
+                "the sample is a single token). Is the prompt all there is, is train_on_input or "
+                "masking_strategy off, or max_seq_len too short?"
+            )
+        notes = [
+            note if name == ALL else f"{name}: {note}"
+            for name, count in counts.items()
+            for note in _notes(count, request.encoder)
+        ]
+        if request.bos in ("always", "never"):
+            notes.append(
+                f"samples keep the BOS that their dataset gave them; protocol.bos={request.bos} changes "
+                "nothing"
+            )
+        return Content(facts, tuple(notes))
+
+    def write(self, folder: Path, request: EncodeRequest, content: Content) -> Written:
+        """Make all samples again, and write them.
+
+        Raises:
+            ValueError: if they are not those that ``identify`` saw.
+        """
+        tokens = ArrayWriter(folder / "tokens.bin", token_dtype(request))
+        labels = ArrayWriter(folder / "labels.bin", np.int32)
+        offsets = ArrayWriter(folder / "offsets.bin", np.int64)
+        domains = ArrayWriter(folder / "domain.bin", np.int32)
+        offsets.append(0)
+
+        def add(domain: int, sample: Sample) -> None:
+            tokens.extend(sample.tokens)
+            labels.extend(sample.labels)
+            offsets.append(tokens.length)
+            domains.append(domain)
+
+        facts, counts = self._read(request.encoder, add)
+        if facts != content.facts:
+            raise ValueError(
+                "the dataset gave other samples when it was read again: it changed meanwhile, or it draws at "
+                "random, and then no number of it can be repeated"
+            )
+        columns = {"tokens": tokens, "labels": labels, "offsets": offsets, "domain": domains}
+        arrays = {name: column.close() for name, column in columns.items()}
+        num_samples = sum(count.num_samples for count in counts.values())
+        return Written(arrays, list(self.sections), num_samples, notes=[])
+
     def merge(self, sources: "Mapping[str, SampleSource]") -> "SampleSource":
-        """One source of several, each a domain."""
+        """Return one source of several, each a domain."""
         sections = {name: section for name, source in sources.items() for section in source.sections.values()}
         return SampleSource("domains", {"sources": sections}, sections)
 
+    def _read(
+        self, encoder: TextEncoder, use: Callable[[int, Sample], None]
+    ) -> tuple[dict[str, str], dict[str, _Counts]]:
+        """Make all samples and give each, with its domain's number, to ``use``.
 
-class Sample(NamedTuple):
-    """Tokens of one sample, and labels that are not shifted: each is its own token, or -100."""
-
-    tokens: Ids
-    labels: Ids
-
-
-@dataclass
-class _Tally:
-    """What the notes tell."""
-
-    num_empty: int = 0
-    num_unscored: int = 0
-    num_at_limit: int = 0
-    num_packs: int = 0
-    num_shifted: int = 0
-    num_crossing: int = 0
+        Returns:
+            The hash of the samples, and each domain's counts.
+        """
+        digest = hashlib.sha256()
+        counts = {name: _Counts() for name in self.sections}
+        for domain, (name, section) in enumerate(self.sections.items()):
+            for sample in _samples(section, encoder, counts[name]):
+                use(domain, sample)
+                digest.update(len(sample.tokens).to_bytes(8, "little"))
+                digest.update(sample.tokens.astype("<i8").tobytes() + sample.labels.astype("<i8").tobytes())
+            digest.update(name.encode() + b"\0")
+        return {"samples_sha256": digest.hexdigest()}, counts
 
 
 def sft(dataset: Mapping[str, Any]) -> SampleSource:
@@ -83,101 +172,42 @@ def sft(dataset: Mapping[str, Any]) -> SampleSource:
     if not isinstance(dataset, Mapping) or "_component_" not in dataset:
         raise ValueError(
             f"dataset.dataset is {dataset!r}; it must be the dataset section of a training config, with a "
-            "_component_ "
-            "such as torchtune.datasets.alpaca_dataset"
+            "_component_ such as torchtune.datasets.alpaca_dataset"
         )
     section = dict(dataset)
     return SampleSource("sft", {"dataset": section}, {ALL: section})
 
 
-def write_samples(
-    folder: Path, source: SampleSource, encoder: TextEncoder, join: str | None, bos: str
-) -> dict[str, Any]:
-    """Make a source's samples and write them into a folder.
-
-    Args:
-        folder: an empty folder.
-        source: the datasets.
-        encoder: the tokenizer.
-        join: must be None: samples are not joined.
-        bos: BOS policy; a dataset's own transform decides about BOS.
-
-    Returns:
-        The description of what was written, for ``tokens.open_tokens``, with what identifies it under
-        ``content``.
-
-    Raises:
-        ValueError: if a dataset or a sample is not what torchtune's are, or nothing is to be scored.
-    """
-    if join is not None:
-        raise ValueError(
-            "protocol: this protocol joins documents, and samples with labels cannot be joined; use "
-            "ppl_eval.protocols.per_sample"
-        )
-    dtype = np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32
-    writers = {
-        "tokens": ArrayWriter(folder / "tokens.bin", dtype),
-        "labels": ArrayWriter(folder / "labels.bin", np.int32),
-        "offsets": ArrayWriter(folder / "offsets.bin", np.int64),
-        "domain": ArrayWriter(folder / "domain.bin", np.int32),
-    }
-    writers["offsets"].append(0)
-    digest = hashlib.sha256()
-    notes: list[str] = []
-    num_scored = num_documents = 0
-    for domain, (name, section) in enumerate(source.sections.items()):
-        tally = _Tally()
-        for sample in _samples(section, encoder, tally):
-            writers["tokens"].extend(sample.tokens)
-            writers["labels"].extend(sample.labels)
-            writers["offsets"].append(writers["tokens"].length)
-            writers["domain"].append(domain)
-            digest.update(len(sample.tokens).to_bytes(8, "little"))
-            digest.update(sample.tokens.astype("<i8").tobytes() + sample.labels.astype("<i8").tobytes())
-            here = int(np.count_nonzero(sample.labels[1:] != IGNORE_INDEX))
-            tally.num_unscored += here == 0
-            num_scored += here
-            num_documents += 1
-        notes += [note if name == ALL else f"{name}: {note}" for note in _notes(tally, encoder)]
-        digest.update(name.encode() + b"\0")
-    if num_scored == 0:
-        raise ValueError(
-            f"dataset: none of the {num_documents} samples has a token to score: every label is -100 (or the "
-            "sample is a single "
-            "token). Is the prompt all there is, is train_on_input or masking_strategy off, or max_seq_len "
-            "too short?"
-        )
-    if bos in ("always", "never"):
-        notes.append(f"samples keep the BOS that their dataset gave them; protocol.bos={bos} changes nothing")
-    return {
-        "arrays": {name: writer.close() for name, writer in writers.items()},
-        "domains": list(source.sections),
-        "num_documents": num_documents,
-        "notes": notes,
-        "content": {"samples_sha256": digest.hexdigest()},
-    }
-
-
-def _samples(section: dict[str, Any], encoder: TextEncoder, tally: _Tally) -> Iterator[Sample]:
+def _samples(section: dict[str, Any], encoder: TextEncoder, counts: _Counts) -> Iterator[Sample]:
     dataset = _build(section, encoder)
     component = section["_component_"]
-    num_samples = len(dataset)
-    shifted_where_unclear = _first_clear(dataset, component, num_samples)
-    for index in range(num_samples):
+    num_indices = len(dataset)
+    shifted_where_unclear = _first_clear(dataset, component, num_indices)
+    for index in range(num_indices):
         tokens, labels, ends = _read(dataset, index, component)
-        tally.num_packs += len(ends) > 1
-        begin = 0
-        for end in ends:
-            where = f"sample {index} of {component}"
-            sample = _unshift(
-                tokens[begin:end], labels[begin:end], where, shifted_where_unclear, len(ends) > 1, tally
-            )
-            begin = end
-            if len(sample.tokens) == 0:
-                tally.num_empty += 1
+        counts.num_packs += len(ends) > 1
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            found = Sample(tokens[begin:end], labels[begin:end])
+            is_shifted = _is_shifted(found, shifted_where_unclear)
+            if is_shifted is None:
+                raise ValueError(
+                    f"sample {index} of {component}: its labels are neither its tokens nor its next tokens "
+                    "(nor -100); such a dataset trains on something other than next tokens"
+                )
+            if is_shifted:
+                counts.num_shifted += 1
+                # In a pack, the last label is the next document's first token, which is no target here.
+                is_crossing = len(ends) > 1 and bool(labels[end - 1] != CROSS_ENTROPY_IGNORE_IDX)
+                counts.num_crossing += is_crossing
+                found = _unshifted(found, keeps_last_label=not is_crossing)
+            if len(found.tokens) == 0:
+                counts.num_empty += 1
                 continue
-            tally.num_at_limit += len(sample.tokens) in _limits(encoder)
-            yield sample
+            counts.num_samples += 1
+            counts.num_scored_tokens += found.num_scored()
+            counts.num_unscored += found.num_scored() == 0
+            counts.num_at_limit += len(found.tokens) in _limits(encoder)
+            yield found
 
 
 def _build(section: dict[str, Any], encoder: TextEncoder) -> Any:
@@ -203,7 +233,7 @@ def _build(section: dict[str, Any], encoder: TextEncoder) -> Any:
 
 
 def _read(dataset: Any, index: int, component: str) -> tuple[Ids, Ids, list[int]]:
-    """Tokens and labels of a sample, and where the documents in it end (several in a pack)."""
+    """Return tokens and labels of a sample, and where the documents in it end (several in a pack)."""
     where = f"sample {index} of {component}"
     try:
         sample = dataset[index]
@@ -245,49 +275,43 @@ def _document_ends(sample: Mapping[str, Any], tokens: Ids, labels: Ids) -> list[
 
 
 def _is_padding(tokens: Ids, labels: Ids) -> bool:
-    return bool((labels == IGNORE_INDEX).all() and (tokens == tokens[:1]).all())
+    return bool((labels == CROSS_ENTROPY_IGNORE_IDX).all() and (tokens == tokens[:1]).all())
 
 
-def _fits(tokens: Ids, labels: Ids) -> tuple[bool, bool]:
-    """Whether the labels that are not masked can be read as not shifted, and as shifted by one."""
-    kept = labels != IGNORE_INDEX
+def _fits(sample: Sample) -> tuple[bool, bool]:
+    """Return whether the labels that are not masked can be read as not shifted, and as shifted by one."""
+    tokens, labels = sample
+    kept = labels != CROSS_ENTROPY_IGNORE_IDX
     same = bool((labels == tokens)[kept].all())
     # The last label of a shifted sample is of a token that is not in it: anything will do.
     following = bool((labels[:-1] == tokens[1:])[kept[:-1]].all())
     return same, following
 
 
-def _first_clear(dataset: Any, component: str, num_samples: int) -> bool:
-    """Whether labels are shifted, by the first sample that leaves no doubt; not shifted if there is none."""
-    for index in range(num_samples):
+def _first_clear(dataset: Any, component: str, num_indices: int) -> bool:
+    """Return whether labels are shifted, by the first sample that leaves no doubt; False if there is none."""
+    for index in range(num_indices):
         tokens, labels, ends = _read(dataset, index, component)
         for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            same, following = _fits(tokens[begin:end], labels[begin:end])
+            same, following = _fits(Sample(tokens[begin:end], labels[begin:end]))
             if same != following:
                 return following
     return False
 
 
-def _unshift(
-    tokens: Ids, labels: Ids, where: str, shifted_where_unclear: bool, is_packed: bool, tally: _Tally
-) -> Sample:
-    same, following = _fits(tokens, labels)
-    if not same and not following:
-        raise ValueError(
-            f"{where}: its labels are neither its tokens nor its next tokens (nor -100); such a dataset "
-            "trains on something "
-            "other than next tokens"
-        )
-    if same and not (following and shifted_where_unclear):
-        return Sample(tokens, labels)
-    tally.num_shifted += 1
-    unshifted = np.concatenate([np.full(min(1, len(labels)), IGNORE_INDEX), labels[:-1]])
-    if len(labels) and labels[-1] != IGNORE_INDEX:
-        if is_packed:
-            # The next document's first token, which this document cannot be asked for.
-            tally.num_crossing += 1
-        else:
-            tokens, unshifted = np.append(tokens, labels[-1]), np.append(unshifted, labels[-1])
+def _is_shifted(sample: Sample, where_unclear: bool) -> bool | None:
+    """Return whether a sample's labels are shifted by one; None where they fit neither way."""
+    same, following = _fits(sample)
+    if same and following:
+        return where_unclear
+    return following if same or following else None
+
+
+def _unshifted(sample: Sample, *, keeps_last_label: bool) -> Sample:
+    tokens, labels = sample
+    unshifted = np.concatenate([np.full(min(1, len(labels)), CROSS_ENTROPY_IGNORE_IDX), labels[:-1]])
+    if keeps_last_label and len(labels) and labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
+        return Sample(np.append(tokens, labels[-1]), np.append(unshifted, labels[-1]))
     return Sample(tokens, unshifted)
 
 
@@ -297,26 +321,26 @@ def _limits(encoder: TextEncoder) -> tuple[int, ...]:
     return (limit, limit - 1) if limit else ()
 
 
-def _notes(tally: _Tally, encoder: TextEncoder) -> list[str]:
+def _notes(counts: _Counts, encoder: TextEncoder) -> list[str]:
     notes = []
-    if tally.num_at_limit:
+    if counts.num_at_limit:
         notes.append(
-            f"{tally.num_at_limit} samples are as long as "
-            f"tokenizer.max_seq_len={encoder.tokenizer.max_seq_len} lets them be: "
-            "torchtune cuts longer ones without a word, so what is missing was not scored"
+            f"{counts.num_at_limit} samples are as long as "
+            f"tokenizer.max_seq_len={encoder.tokenizer.max_seq_len} lets them be: torchtune cuts longer ones "
+            "without a word, so what is missing was not scored"
         )
-    if tally.num_packs:
+    if counts.num_packs:
         notes.append(
-            f"{tally.num_packs} packs were taken apart: each sample is scored in a window of its own"
+            f"{counts.num_packs} packs were taken apart: each sample is scored in a window of its own"
         )
-    if tally.num_shifted:
-        notes.append(f"the labels of {tally.num_shifted} samples are shifted by one; they were read as such")
-    if tally.num_crossing:
+    if counts.num_shifted:
+        notes.append(f"the labels of {counts.num_shifted} samples are shifted by one; they were read as such")
+    if counts.num_crossing:
         notes.append(
-            f"{tally.num_crossing} labels ask for the first token of the next sample in a pack; not scored"
+            f"{counts.num_crossing} labels ask for the first token of the next sample in a pack; not scored"
         )
-    if tally.num_unscored:
-        notes.append(f"{tally.num_unscored} samples have no token to score (all labels are -100)")
-    if tally.num_empty:
-        notes.append(f"{tally.num_empty} samples are empty")
+    if counts.num_unscored:
+        notes.append(f"{counts.num_unscored} samples have no token to score (all labels are -100)")
+    if counts.num_empty:
+        notes.append(f"{counts.num_empty} samples are empty")
     return notes

@@ -9,72 +9,78 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppl_eval.data.sources import ALL, Part, open_binary
+from ppl_eval.data.documents import Part
+from ppl_eval.data.input_files import open_binary
+from ppl_eval.data.sources import ALL
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _LARGEST_FIELD = 1 << 31
-_SHOWN = 60
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What to take from a table.
+
+    Attributes:
+        text: column of the texts.
+        domain: column of the domains; None for one domain.
+        skip_bad: leave out broken lines and values that are no text, and note how many; else they are errors.
+    """
+
+    text: str
+    domain: str | None = None
+    skip_bad: bool = False
+
+    def names(self) -> list[str]:
+        """Return the columns that are read."""
+        return [self.text] if self.domain is None else [self.text, self.domain]
 
 
 class _Bad(ValueError):
-    """A row that cannot be scored; ``bad_lines: skip`` leaves it out."""
+    """A row that cannot be scored."""
 
 
-def read_table(
-    file: Path, kind: str, column: str, domain_column: str | None, skip: bool, notes: list[str]
-) -> Iterator[Part]:
-    """Texts of a table, one document a row.
+def read_table(file: Path, kind: str, columns: Columns, notes: list[str]) -> Iterator[Part]:
+    """Read the texts of a table, one document a row.
 
     Args:
         file: the file.
         kind: its suffix, one of ``TABLES``.
-        column: column of the texts.
-        domain_column: column of the domains.
-        skip: leave out broken lines and values that are no text, and note how many.
+        columns: what to take.
         notes: gets a line where rows were left out.
 
     Raises:
-        ValueError: if the file is damaged or empty, the column does not exist, or a row is bad and ``skip``
-            is off.
+        ValueError: if the file is damaged or empty, a column does not exist, or a row is bad and not to be
+            skipped.
     """
     if kind in (".jsonl", ".json"):
         rows = _json_rows(file, kind)
     elif kind == ".csv":
         rows = _csv_rows(file)
     else:
-        rows = _binary_rows(
-            file, kind.removeprefix("."), [column, domain_column] if domain_column else [column]
-        )
-    return _parts(rows, str(file), column, domain_column, skip, notes)
+        rows = _binary_rows(file, kind.removeprefix("."), columns)
+    return _parts(rows, str(file), columns, notes)
 
 
-def rows_of(
-    rows: Any, name: str, column: str, domain_column: str | None, skip: bool, notes: list[str]
-) -> Iterator[Part]:
-    """Texts of a Hugging Face dataset; arguments and errors as for ``read_table``."""
-    columns = [column, domain_column] if domain_column else [column]
-    return _parts(_batched_rows(rows, name, columns), name, column, domain_column, skip, notes)
+def rows_of(rows: Any, name: str, columns: Columns, notes: list[str]) -> Iterator[Part]:
+    """Read the texts of a Hugging Face dataset; arguments and errors as for ``read_table``."""
+    return _parts(_batched_rows(rows, name, columns), name, columns, notes)
 
 
-def _parts(
-    rows: Iterable[tuple[str, Any]],
-    name: str,
-    column: str,
-    domain_column: str | None,
-    skip: bool,
-    notes: list[str],
-) -> Iterator[Part]:
+def _parts(rows: Iterable[tuple[str, Any]], name: str, columns: Columns, notes: list[str]) -> Iterator[Part]:
     skipped: list[str] = []
     num_rows = 0
     for where, row in rows:
         num_rows += 1
         try:
-            part = _part_of(row, where, column, domain_column)
+            part = _part_of(row, where, columns)
         except _Bad as bad:
-            if not skip:
+            if not columns.skip_bad:
                 raise ValueError(
                     f"{bad}; mend it, or leave such rows out with dataset.bad_lines=skip"
                 ) from None
@@ -86,12 +92,12 @@ def _parts(
             f"{name} has no rows" if num_rows == 0 else f"all {num_rows} rows of {name} are bad: {skipped[0]}"
         )
     if skipped:
-        told = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
-        notes.append(f"{len(skipped)} of {num_rows} rows of {name} are bad and were skipped: {told}")
+        first = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        notes.append(f"{len(skipped)} of {num_rows} rows of {name} are bad and were skipped: {first}")
 
 
 def load_saved(folder: Path, split: str | None) -> Any:
-    """A dataset that ``save_to_disk`` wrote, memory-mapped.
+    """Map a dataset that ``save_to_disk`` wrote.
 
     Raises:
         ValueError: if the folder is damaged, or holds several splits (or others) and ``split`` names none of
@@ -115,62 +121,52 @@ def load_saved(folder: Path, split: str | None) -> Any:
     return dataset[split]
 
 
-def load_named(
-    name: str,
-    split: str,
-    config_name: str | None,
-    revision: str | None,
-    streaming: bool,
-    data_files: Any,
-) -> Any:
-    """A dataset by its name on the hub.
+def load_named(name: str, config_name: str | None, *, split: str | None, **arguments: Any) -> Any:
+    """Load a dataset by its name on the hub; arguments as for ``datasets.load_dataset``.
 
     Raises:
-        ValueError: if it cannot be loaded; the library's own words say why.
+        ValueError: if it cannot be loaded; the library's own message says why.
     """
     import datasets
 
     try:
-        return datasets.load_dataset(
-            name, config_name, split=split, revision=revision, streaming=streaming, data_files=data_files
-        )
+        return datasets.load_dataset(name, config_name, split=split, **arguments)
     except Exception as error:
         raise ValueError(
             f"dataset.name: the datasets library cannot load {name!r} (config_name={config_name!r}, "
-            f"split={split!r}): "
-            f"{type(error).__name__}: {error}. Without a network, give a folder that save_to_disk wrote, or "
-            "use "
-            "ppl_eval.data.text_files"
+            f"split={split!r}): {type(error).__name__}: {error}. Without a network, give a folder that "
+            "save_to_disk wrote, or use ppl_eval.data.text_files"
         ) from error
 
 
-def _part_of(row: Any, where: str, column: str, domain_column: str | None) -> Part:
+def _part_of(row: Any, where: str, columns: Columns) -> Part:
     if isinstance(row, _Bad):
         raise row
     if not isinstance(row, dict):
         raise _Bad(f"{where} is {_shown(row)}, not an object with columns")
-    for key, name in (("column", column), ("domain_column", domain_column)):
+    for key, name in (("column", columns.text), ("domain_column", columns.domain)):
         if name is not None and name not in row:
             raise _Bad(
                 f"dataset.{key} is {name!r}, which {where} does not have; it has: {', '.join(map(str, row))}"
             )
-    text = row[column]
+    text = row[columns.text]
     if not isinstance(text, str):
         raise _Bad(
-            f"{where}: {column!r} is {_shown(text)}, of type {type(text).__name__}; only text can be scored"
+            f"{where}: {columns.text!r} is {_shown(text)}, of type {type(text).__name__}; only text can be "
+            "scored"
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise _Bad(
-            f"{where}: {column!r} holds half a surrogate pair ({text[error.start]!r}), which is no text"
+            f"{where}: {columns.text!r} holds half a surrogate pair ({text[error.start]!r}), which is no text"
         ) from error
-    return Part(text, domain=ALL if domain_column is None else str(row[domain_column]))
+    return Part(text, domain=ALL if columns.domain is None else str(row[columns.domain]))
 
 
 def _shown(value: Any) -> str:
-    told = repr(value)
-    return told if len(told) <= _SHOWN else told[:_SHOWN] + "..."
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN_CHARS else shown[:_SHOWN_CHARS] + "..."
 
 
 def _json_rows(file: Path, kind: str) -> Iterator[tuple[str, Any]]:
@@ -218,7 +214,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 yield where, dict(zip(header, fields, strict=True))
 
 
-def _binary_rows(file: Path, kind: str, columns: list[str]) -> Iterator[tuple[str, Any]]:
+def _binary_rows(file: Path, kind: str, columns: Columns) -> Iterator[tuple[str, Any]]:
     import datasets
     import pyarrow
 
@@ -229,16 +225,16 @@ def _binary_rows(file: Path, kind: str, columns: list[str]) -> Iterator[tuple[st
         raise ValueError(f"{file} is no whole {kind.capitalize()} file: {error}") from error
 
 
-def _batched_rows(rows: Any, name: str, columns: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _batched_rows(rows: Any, name: str, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     for table in rows.with_format("arrow").iter(batch_size=256):
-        for wanted in columns:
+        for wanted in columns.names():
             if wanted not in table.column_names:
-                key = "column" if wanted == columns[0] else "domain_column"
+                key = "column" if wanted == columns.text else "domain_column"
                 raise ValueError(
                     f"dataset.{key} is {wanted!r}, which {name} does not have; it has: "
                     f"{', '.join(table.column_names)}"
                 )
-        for row in table.select(columns).to_pylist():
+        for row in table.select(columns.names()).to_pylist():
             number += 1
             yield f"{name} row {number}", row

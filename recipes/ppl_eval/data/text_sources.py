@@ -4,25 +4,87 @@ after the other, in flat memory.
 The same documents give the same fingerprint in whatever form they come.
 """
 
-import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ppl_eval.data.sources import (
-    Part,
-    TextSource,
-    documents_of,
-    expand_paths,
-    open_binary,
-    source_of_parts,
-    stamp_of,
-)
-from ppl_eval.data.tables import TABLES, load_named, load_saved, read_table, rows_of
+from ppl_eval.data.documents import Part, digest_of, documents_of
+from ppl_eval.data.input_files import expand_paths, stamp_of
+from ppl_eval.data.plain_text import UNITS, plain_parts
+from ppl_eval.data.sources import Content, EncodeRequest, Written
+from ppl_eval.data.tables import TABLES, Columns, load_named, load_saved, read_table, rows_of
+from ppl_eval.data.tokenize import write_text_tokens
 
-UNITS = ("file", "line", "blank_line")
 BAD_LINES = ("error", "skip")
-_CHUNK_BYTES = 1 << 20
+
+
+def no_stamp() -> None:
+    """Stand for the stamp of a source that has none."""
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Documents of text.
+
+    Attributes:
+        name: the factory's name.
+        parameters: what it was called with, for the result.
+        read: starts a new pass over the documents; empty ones are left in and counted.
+        read_parts: the same in parts, where a source has more to say than ``read`` can; it appends what a
+            reader of the result must know to the list that it is given.
+        stamp: see ``sources.Source``.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    read: Callable[[], Iterator[str]]
+    read_parts: Callable[[list[str]], Iterator[Part]] | None = None
+    stamp: Callable[[], Any] = no_stamp
+
+    def parts(self, notes: list[str]) -> Iterator[Part]:
+        """Start a new pass over all parts of all documents, in order."""
+        if self.read_parts is not None:
+            return self.read_parts(notes)
+        return (Part(text) for text in self.read())
+
+    def identify(self, request: EncodeRequest) -> Content:
+        """Hash the text."""
+        bos_tokens = request.encoder.bos_tokens(request.bos)
+        notes: list[str] = []
+        facts = digest_of(self.parts(notes))
+        return Content(facts, tuple(notes), tuple(bos_tokens))
+
+    def write(self, folder: Path, request: EncodeRequest, content: Content) -> Written:
+        """Tokenise the text."""
+        return write_text_tokens(folder, self.parts, request, content)
+
+    def merge(self, sources: "Mapping[str, TextSource]") -> "TextSource":
+        """Return one source of several, each a domain."""
+
+        def read_parts(notes: list[str]) -> Iterator[Part]:
+            for name, source in sources.items():
+                own: list[str] = []
+                for part in source.parts(own):
+                    yield part._replace(domain=name)
+                notes += [f"{name}: {note}" for note in own]
+
+        def stamp() -> Any:
+            stamps = {name: source.stamp() for name, source in sources.items()}
+            return None if None in stamps.values() else stamps
+
+        parameters = {"sources": {name: {"name": s.name, **s.parameters} for name, s in sources.items()}}
+        return source_of_parts("domains", parameters, read_parts, stamp)
+
+
+def source_of_parts(
+    name: str,
+    parameters: dict[str, Any],
+    read_parts: Callable[[list[str]], Iterator[Part]],
+    stamp: Callable[[], Any] = no_stamp,
+) -> TextSource:
+    """Return a source that reads in parts; its ``read`` joins them to documents."""
+    return TextSource(name, parameters, lambda: documents_of(read_parts([])), read_parts, stamp)
 
 
 def python_docs() -> TextSource:
@@ -69,14 +131,14 @@ def text_files(
     """
     _check_choice("unit", unit, UNITS)
     _check_choice("bad_lines", bad_lines, BAD_LINES)
+    columns = Columns(column or "text", domain_column, skip_bad=bad_lines == "skip")
     files = expand_paths(paths)
     tables = [_table_of(file) for file in files]
     for file, table in zip(files, tables, strict=True):
         if (column is not None or domain_column is not None) and table is None:
             raise ValueError(
-                f"dataset.column or domain_column is given, but {file} is no table (by its suffix); tables "
-                "end in "
-                f"{', '.join(sorted(TABLES))}, JSON and CSV also in .gz or .zst after that"
+                f"dataset.column or domain_column is given, but {file} is no table by its suffix; tables end "
+                f"in {', '.join(sorted(TABLES))}, JSON and CSV also in .gz or .zst after that"
             )
         if table is not None and unit != "file":
             raise ValueError(
@@ -86,11 +148,9 @@ def text_files(
     def read_parts(notes: list[str]) -> Iterator[Part]:
         for file, table in zip(files, tables, strict=True):
             if table is None:
-                yield from _plain_parts(file, unit)
+                yield from plain_parts(file, unit)
             else:
-                yield from read_table(
-                    file, table, column or "text", domain_column, bad_lines == "skip", notes
-                )
+                yield from read_table(file, table, columns, notes)
 
     parameters: dict[str, Any] = {"paths": [str(file) for file in files]}
     if any(table is None for table in tables):
@@ -103,6 +163,7 @@ def text_files(
 def hub_text(
     name: str,
     column: str = "text",
+    *,
     split: str | None = None,
     config_name: str | None = None,
     revision: str | None = None,
@@ -135,26 +196,24 @@ def hub_text(
             f"dataset.split is missing; name the split of {name} to score, for example split=test"
         )
     _check_choice("bad_lines", bad_lines, BAD_LINES)
+    columns = Columns(column, domain_column, skip_bad=bad_lines == "skip")
 
     def read_parts(notes: list[str]) -> Iterator[Part]:
         if saved:
             rows = load_saved(folder, split)
         else:
-            rows = load_named(name, str(split), config_name, revision, streaming, data_files)
-        yield from rows_of(rows, name, column, domain_column, bad_lines == "skip", notes)
+            rows = load_named(
+                name, config_name, split=split, revision=revision, streaming=streaming, data_files=data_files
+            )
+        yield from rows_of(rows, name, columns, notes)
 
-    parameters: dict[str, Any] = {"name": name, "column": column, "split": split, "config_name": config_name}
-    parameters |= {
-        "revision": revision,
-        "domain_column": domain_column,
-        "bad_lines": bad_lines,
-        "data_files": data_files,
-    }
-    # A saved folder does not change behind its files' backs; a name on the hub may, whatever was cached of
-    # it.
-    stamp = (
-        (lambda: stamp_of(sorted(path for path in folder.rglob("*") if path.is_file()))) if saved else None
-    )
+    def stamp() -> Any:
+        # A folder changes with its files; what a name on the hub stands for may change, whatever is cached.
+        return stamp_of(sorted(path for path in folder.rglob("*") if path.is_file())) if saved else None
+
+    parameters = {"name": name, "column": column, "split": split, "config_name": config_name}
+    parameters |= {"revision": revision, "domain_column": domain_column}
+    parameters |= {"bad_lines": bad_lines, "data_files": data_files}
     return source_of_parts("hub_text", parameters, read_parts, stamp)
 
 
@@ -168,74 +227,3 @@ def _table_of(file: Path) -> str | None:
     if suffixes and suffixes[-1] in (".gz", ".zst"):
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in TABLES else None
-
-
-def _plain_parts(file: Path, unit: str) -> Iterator[Part]:
-    if unit == "line":
-        yield from _lines(file)
-    elif unit == "blank_line":
-        yield from _paragraphs(file)
-    else:
-        for text in decoded(file):
-            yield Part(text, is_last=False)
-        yield Part("")
-
-
-def _lines(file: Path) -> Iterator[Part]:
-    rest = ""
-    for text in decoded(file):
-        # Only line feeds end a line: str.splitlines would also cut at form feeds and at Unicode separators.
-        *lines, rest = text.split("\n")
-        yield from map(Part, lines)
-        if rest:
-            yield Part(rest, is_last=False)
-    if rest:
-        yield Part("")
-
-
-def _paragraphs(file: Path) -> Iterator[Part]:
-    lines: list[str] = []
-    num_chars = 0
-    glue = ""
-    for line in documents_of(_lines(file)):
-        if line.strip():
-            lines.append(line)
-            num_chars += len(line)
-            if num_chars > _CHUNK_BYTES:
-                yield Part(glue + "\n".join(lines), is_last=False)
-                lines, num_chars, glue = [], 0, "\n"
-        elif lines or glue:
-            yield Part(glue + "\n".join(lines) if lines else "")
-            lines, num_chars, glue = [], 0, ""
-    if lines or glue:
-        yield Part(glue + "\n".join(lines) if lines else "")
-
-
-def decoded(file: Path) -> Iterator[str]:
-    """A file's text in chunks, decoded strictly and with its line ends as they are.
-
-    Raises:
-        ValueError: if the file cannot be read, is damaged, or is not UTF-8.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    seen_bytes, seen_lines = 0, 0
-    with open_binary(file) as binary:
-        while True:
-            chunk = binary.read(_CHUNK_BYTES)
-            pending = len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                at = seen_bytes - pending + error.start
-                line = seen_lines + error.object.count(b"\n", 0, error.start) + 1
-                raise ValueError(
-                    f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {at} (line "
-                    f"{line}); convert it "
-                    f"first, for example `iconv -f LATIN1 -t UTF-8 {file.name}`"
-                ) from error
-            if text:
-                yield text
-            if not chunk:
-                return
-            seen_bytes += len(chunk)
-            seen_lines += chunk.count(b"\n")

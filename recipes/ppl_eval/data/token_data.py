@@ -1,26 +1,25 @@
-"""The token stream of a run: made once per node, memory-mapped by every rank of it."""
+"""The token stream of a run: made once per node, memory-mapped by every rank of it.
 
-import time
-from dataclasses import dataclass
-from functools import partial
+    <cache>/<key>/            arrays, named by content and request; sources of equal content share them
+    <cache>/views/<key>.json  what one run sees: its folder of arrays, its fingerprint, its notes
+
+Notes are kept in the view, so that no run reads those of another that shares its arrays.
+"""
+
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX  # noqa: F401
 
-from ppl_eval.data import array_store as stores
-from ppl_eval.data.samples import IGNORE_INDEX, SampleSource, write_samples
-from ppl_eval.data.sources import ALL, TextSource
-from ppl_eval.data.token_sources import TokenSource, inspect_token_files, write_token_files
-from ppl_eval.data.tokenize import digest_of, write_text_tokens
-from ppl_eval.tokenization.tokenizer import TextEncoder
-from ppl_eval.tokenization.word_count import count_words
+from ppl_eval.config.files import write_json
+from ppl_eval.data import array_cache
+from ppl_eval.data.sources import ALL, Content, EncodeRequest, Source, check_source
 
-# Part of the cache key: raise it when the files or the way a text is encoded change.
-_FORMAT = 3
-# A file that changed this short a time ago may change again without its time of change showing it.
-_RACY_NS = 2 * 10**9
+# Part of every key: raise it when the files, the notes or the way a text is encoded change.
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -60,25 +59,14 @@ class TokenData:
         return int(self.offsets_D1[-1])
 
 
-def prepare_tokens(
-    source: Any,
-    encoder: TextEncoder,
-    join: str | None,
-    bos: str,
-    cache: Path,
-    word_separator: str = "white_space",
-) -> Path:
+def prepare_tokens(source: Source, request: EncodeRequest, cache: Path) -> Path:
     """Make the token files of a source, unless the cache holds them already. To be called by one process of a
     node.
 
     Args:
-        source: what a factory of ``ppl_eval.data`` returned.
-        encoder: the tokenizer.
-        join: text between documents, all of which become one stream a domain; None keeps every document on
-            its own.
-        bos: BOS policy for the head of each stream or document.
+        source: what a factory of ``ppl_eval.data`` returned, or a class of a user's with the same interface.
+        request: how to encode it.
         cache: folder of all token caches.
-        word_separator: how words are counted, see ``words``.
 
     Returns:
         The file to give to ``open_tokens``.
@@ -86,60 +74,21 @@ def prepare_tokens(
     Raises:
         ValueError: if the source has no text, is damaged, or is no source.
     """
-    if not isinstance(source, TextSource | TokenSource | SampleSource):
-        raise ValueError(
-            f"dataset: its _component_ returned {type(source).__name__}, which is no source of this tool; "
-            "use a "
-            "component of ppl_eval.data. A torchtune dataset goes into ppl_eval.data.sft"
-        )
-    encode_facts = {
-        "tokenizer_sha256": encoder.sha256,
-        "join": join,
-        "bos_tokens": encoder.bos_tokens(bos) if isinstance(source, TextSource) else [],
-    }
-    # What else makes other files, though not other tokens.
-    key_facts = {"format": _FORMAT, "word_separator": word_separator}
-    request = {"name": source.name, **source.parameters, **encode_facts, **key_facts, "bos": bos}
-    if isinstance(source, SampleSource):
-        # What a torchtune dataset holds is known only after it was made.
-        samples = partial(write_samples, source=source, encoder=encoder, join=join, bos=bos)
-        folder = stores.build_anew(cache, stores.key_of(request), samples)
-        content = stores.read_json(folder / stores.ABOUT)["content"]
-        view = _view(cache, {**request, **content})
-        stores.write_json(
-            view, {"folder": folder.name, "fingerprint": {**content, **encode_facts}, "notes": []}
-        )
+    source = check_source(source)
+    kind = f"{type(source).__module__}.{type(source).__qualname__}"
+    asked = {"source": [kind, source.name, source.parameters], "request": request.key()}
+    stamp = source.stamp()
+    view = _view(cache, {**asked, "stamp": stamp})
+    if stamp is not None and _is_whole(view, cache):
         return view
-    stamp = _settled(source.stamp() if source.stamp is not None else None)
-    if stamp is not None:
-        view = _view(cache, {**request, "stamp": stamp})
-        known = stores.read_json(view)
-        if known is not None and (cache / known["folder"] / stores.ABOUT).is_file():
-            return view
-    if isinstance(source, TextSource):
-        content, notes = digest_of(source)
-        fingerprint = {**content, **encode_facts}
-        key = stores.key_of({**fingerprint, **key_facts})
-        write = partial(
-            write_text_tokens,
-            source=source,
-            encoder=encoder,
-            join=join,
-            bos_tokens=encoder.bos_tokens(bos),
-            word_separator=word_separator,
-            expected=content,
-        )
-    else:
-        content, notes = inspect_token_files(source, encoder, bos)
-        fingerprint = {**content, **encode_facts}
-        # The folder holds the files' own places, not copies.
-        key = stores.key_of({**fingerprint, **key_facts, "files": source.stamp()})
-        write = partial(write_token_files, source=source, encoder=encoder, join=join)
-    folder = stores.build_once(cache, key, write)
-    # Sources of one content share a folder, but each has notes of its own. Without a stamp, only its content
-    # names a source.
-    view = _view(cache, {**request, **(content if stamp is None else {"stamp": stamp})})
-    stores.write_json(view, {"folder": folder.name, "fingerprint": fingerprint, "notes": notes})
+    content = source.identify(request)
+    fingerprint = _fingerprint(content, request)
+    key = _key({"kind": kind, **fingerprint, "request": request.key(), "places": content.places})
+    folder = array_cache.build_once(cache, key, lambda empty: asdict(source.write(empty, request, content)))
+    if stamp is None:
+        view = _view(cache, {**asked, "folder": folder.name, "notes": content.notes})
+    view.parent.mkdir(exist_ok=True)
+    write_json(view, {"folder": folder.name, "fingerprint": fingerprint, "notes": content.notes})
     return view
 
 
@@ -149,12 +98,15 @@ def open_tokens(view: Path) -> TokenData:
     Raises:
         ValueError: if one of them is gone or damaged.
     """
-    seen = stores.read_json(view)
-    about = None if seen is None else stores.read_json(view.parent.parent / seen["folder"] / stores.ABOUT)
+    seen = array_cache.read_json(view)
+    cache = view.parent.parent
+    about = None if seen is None else array_cache.read_json(cache / seen["folder"] / array_cache.ABOUT)
     if seen is None or about is None:
-        raise ValueError(f"the token cache lost what {view} speaks of; run again to make it anew")
-    folder = view.parent.parent / seen["folder"]
-    arrays = {name: stores.open_array(folder, description) for name, description in about["arrays"].items()}
+        raise ValueError(f"files of the token cache that {view} names are gone; run again to make them anew")
+    folder = cache / seen["folder"]
+    arrays = {
+        name: array_cache.open_array(folder, description) for name, description in about["arrays"].items()
+    }
     return TokenData(
         tokens=arrays["tokens"],
         offsets_D1=arrays["offsets"],
@@ -169,23 +121,23 @@ def open_tokens(view: Path) -> TokenData:
     )
 
 
-def _view(cache: Path, request: dict[str, Any]) -> Path:
-    return cache / "views" / f"{stores.key_of(request)}.json"
+def _fingerprint(content: Content, request: EncodeRequest) -> dict[str, Any]:
+    return {
+        **content.facts,
+        "tokenizer_sha256": request.encoder.sha256,
+        "join": request.join,
+        "bos_tokens": list(content.bos_tokens),
+    }
 
 
-def _settled(stamp: Any) -> Any:
-    """The stamp, or None where it is too young to be trusted."""
-    newest = _newest(stamp)
-    return None if newest is not None and time.time_ns() - newest < _RACY_NS else stamp
+def _view(cache: Path, facts: dict[str, Any]) -> Path:
+    return cache / "views" / f"{_key(facts)}.json"
 
 
-def _newest(stamp: Any) -> int | None:
-    if isinstance(stamp, dict):
-        stamp = list(stamp.values())
-    if isinstance(stamp, tuple):
-        return int(stamp[-1])
-    found = [newest for part in stamp or [] if (newest := _newest(part)) is not None]
-    return max(found, default=None)
+def _key(facts: dict[str, Any]) -> str:
+    return array_cache.key_of({"format": _FORMAT, **facts})
 
 
-__all__ = ["IGNORE_INDEX", "TokenData", "count_words", "open_tokens", "prepare_tokens"]
+def _is_whole(view: Path, cache: Path) -> bool:
+    seen = array_cache.read_json(view)
+    return seen is not None and (cache / seen["folder"] / array_cache.ABOUT).is_file()

@@ -1,10 +1,9 @@
-"""Text to token files, in one pass and flat memory: parts are counted, joined, cut, encoded in parallel and
+"""Text to token arrays, in one pass and flat memory: parts are counted, joined, cut, encoded in parallel and
 written as they come.
 """
 
-import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,210 +12,132 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from ppl_eval.data.array_store import ArrayWriter
-from ppl_eval.data.sources import ALL, Part, TextSource
-from ppl_eval.tokenization.chunking import PIECE_CHARS, SeamError, checked, cut, group
+from ppl_eval.data.array_cache import ArrayWriter
+from ppl_eval.data.documents import Part, TextDigest
+from ppl_eval.data.sources import Content, EncodeRequest, Written
+from ppl_eval.tokenization.chunking import CHUNK_CHARS, SeamError, checked, cut, group
 from ppl_eval.tokenization.encoders import Encoding
-from ppl_eval.tokenization.tokenizer import TextEncoder
 from ppl_eval.tokenization.word_count import TextCounter, TextSize
 from ppl_eval.tokenization.workers import encode_groups
 
-
-class TextDigest:
-    """A hash over documents and where they end; in what form they were stored leaves no trace. Empty
-    documents count: where documents are joined, each adds a join.
-    """
-
-    def __init__(self) -> None:
-        self._documents, self._domains = hashlib.sha256(), hashlib.sha256()
-        self._document = hashlib.sha256()
-        self._has_domains = False
-
-    def add(self, part: Part) -> None:
-        """Add the next part."""
-        self._document.update(part.text.encode())
-        if part.original is not None:
-            self._document.update(b"\0original\0" + part.original.encode())
-        if not part.is_last:
-            return
-        self._documents.update(self._document.digest())
-        self._domains.update(hashlib.sha256(part.domain.encode()).digest())
-        self._has_domains = self._has_domains or part.domain != ALL
-        self._document = hashlib.sha256()
-
-    def facts(self) -> dict[str, str]:
-        """What identifies the text: one hash, and one of the domains where there are any."""
-        facts = {"text_sha256": self._documents.hexdigest()}
-        return facts | {"domains_sha256": self._domains.hexdigest()} if self._has_domains else facts
-
-
-def digest_of(source: TextSource) -> tuple[dict[str, str], list[str]]:
-    """Hashes of a source's text, and the source's notes."""
-    digest, notes = TextDigest(), list[str]()
-    for part in source.parts(notes):
-        digest.add(part)
-    return digest.facts(), notes
+ReadParts = Callable[[list[str]], Iterator[Part]]
 
 
 def write_text_tokens(
-    folder: Path,
-    source: TextSource,
-    encoder: TextEncoder,
-    join: str | None,
-    bos_tokens: list[int],
-    word_separator: str,
-    expected: dict[str, str],
-) -> dict[str, Any]:
-    """Tokenise a source into a folder.
+    folder: Path, read_parts: ReadParts, request: EncodeRequest, content: Content
+) -> Written:
+    """Tokenise documents into a folder.
 
     Args:
         folder: an empty folder.
-        source: the documents.
-        encoder: the tokenizer.
-        join: text between documents, which become one stream a domain; None keeps each on its own.
-        bos_tokens: ids at the head of each stream or document.
-        word_separator: how words are counted, see ``words``.
-        expected: what ``digest_of`` said of the text.
-
-    Returns:
-        The description of what was written, for ``tokens.open_tokens``.
+        read_parts: starts a pass over the documents; its notes are those of ``content``.
+        request: how to encode.
+        content: what an earlier pass found.
 
     Raises:
-        ValueError: if there is no text, or it changed since it was hashed.
+        ValueError: if there is no text, or it changed since the earlier pass.
     """
-
-    def write(encoding: Encoding) -> dict[str, Any]:
-        return _Writing(folder, source, encoder, join, bos_tokens, word_separator).run(encoding, expected)
-
+    encoding = request.encoder.encoding
     with suppress(SeamError):
-        return write(encoder.encoding)
-    # Not while the error is handled: its traceback would keep the first pass's workers.
+        return _TextPass(folder, request, content).run(read_parts, encoding)
+    # Not while the error is handled: its traceback would keep the first pass's workers alive.
     shutil.rmtree(folder)
     folder.mkdir()
-    return write(replace(encoder.encoding, cut_every=None, one_call="its pieces did not fit together"))
+    whole = replace(encoding, cut_every=None, one_call="its chunks did not fit together")
+    return _TextPass(folder, request, content).run(read_parts, whole)
 
 
-class _Writing:
-    """The state of one pass: what the reading side counts while the writing side is some pieces behind."""
+class _TextPass:
+    """The state of one pass: the side that reads counts, while the side that writes is some chunks behind."""
 
-    def __init__(
-        self,
-        folder: Path,
-        source: TextSource,
-        encoder: TextEncoder,
-        join: str | None,
-        bos_tokens: list[int],
-        word_separator: str,
-    ) -> None:
-        self.folder, self.source, self.join, self.bos_tokens = folder, source, join, bos_tokens
-        self.word_separator = word_separator
-        self.dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
+    def __init__(self, folder: Path, request: EncodeRequest, content: Content) -> None:
+        self.folder, self.request, self.content = folder, request, content
         self.digest = TextDigest()
         self.domains: dict[str, int] = {}
-        self.source_notes: list[str] = []
-        self.num_documents = self.num_empty = self.num_crlf = self.num_bom = self.longest = 0
-        # After a join, a row is a domain; otherwise a document. Sizes of joined rows grow until the end.
+        self.num_documents = self.num_empty = self.num_crlf = self.num_bom = 0
+        self.longest_chars = 0
+        # Bytes and words of each domain's stream, where documents are joined; they grow until the end.
         self.joined_sizes: list[list[int]] = []
         self.columns = {name: self._writer(name, np.int64) for name in ("num_bytes", "num_words")}
         self.columns["domain"] = self._writer("domain", np.int32)
 
-    def run(self, encoding: Encoding, expected: dict[str, str]) -> dict[str, Any]:
-        arrays = self._write_tokens(encoding)
-        if self.digest.facts() != expected:
-            raise ValueError(
-                f"the text of the dataset {self.source.name} changed while it was read; run again"
-            )
-        for name, sizes in zip(
-            ("num_bytes", "num_words"), zip(*self.joined_sizes, strict=True), strict=False
-        ):
-            self.columns[name].extend(np.array(sizes))
-        if self.join is not None:
-            self.columns["domain"].extend(np.arange(len(self.domains)))
+    def run(self, read_parts: ReadParts, encoding: Encoding) -> Written:
+        chunks = checked(encode_groups(encoding.encode, group(cut(self._streams(read_parts), encoding))))
+        arrays = self._write_documents(chunks) if self.request.join is None else self._write_joined(chunks)
+        if self.digest.facts() != self.content.facts:
+            raise ValueError("the text of the dataset changed while it was read; run again")
         if self.num_documents == 0:
-            raise ValueError(
-                f"the dataset {self.source.name} ({self.source.parameters}) has no text: {self.num_empty} "
-                "documents, all of them empty"
-            )
+            raise ValueError(f"the dataset has no text: {self.num_empty} documents, all of them empty")
+        if self.request.join is not None:
+            num_bytes, num_words = zip(*self.joined_sizes, strict=True)
+            self.columns["num_bytes"].extend(num_bytes)
+            self.columns["num_words"].extend(num_words)
+            self.columns["domain"].extend(range(len(self.domains)))
         notes = self._notes()
-        if encoding.one_call and self.longest > PIECE_CHARS:
-            notes.append(f"long texts were tokenised in one call, not in pieces: {encoding.one_call}")
-        return {
-            "arrays": {**arrays, **{name: column.close() for name, column in self.columns.items()}},
-            "domains": list(self.domains),
-            "num_documents": self.num_documents,
-            "notes": notes,
-        }
+        if encoding.one_call and self.longest_chars > CHUNK_CHARS:
+            notes.append(f"long texts were tokenised in one call, not in chunks: {encoding.one_call}")
+        arrays |= {name: column.close() for name, column in self.columns.items()}
+        return Written(arrays, list(self.domains), self.num_documents, notes)
 
-    def _write_tokens(self, encoding: Encoding) -> dict[str, Any]:
-        groups = group(cut(self._streams(), encoding))
-        pieces = checked(encode_groups(encoding.encode, groups))
-        if self.join is None:
-            tokens, offsets = self._writer("tokens", self.dtype), self._writer("offsets", np.int64)
-            offsets.append(0)
-            for piece in pieces:
-                if piece.is_first:
-                    tokens.extend(self.bos_tokens)
-                tokens.extend(piece.ids)
-                if piece.is_last:
-                    offsets.append(tokens.length)
-            return {"tokens": tokens.close(), "offsets": offsets.close()}
-        streams: dict[int, ArrayWriter] = {}
-        for piece in pieces:
-            if piece.is_first:
-                streams[piece.stream] = self._writer(f"stream_{piece.stream}", self.dtype)
-                streams[piece.stream].extend(self.bos_tokens)
-            streams[piece.stream].extend(piece.ids)
-        return self._join([streams[domain] for domain in sorted(streams)])
-
-    def _join(self, streams: list[ArrayWriter]) -> dict[str, Any]:
-        offsets = self._writer("offsets", np.int64)
+    def _write_documents(self, chunks: Iterator[Any]) -> dict[str, Any]:
+        tokens, offsets = self._token_writer("tokens"), self._writer("offsets", np.int64)
         offsets.append(0)
-        tokens = self._writer("tokens", self.dtype)
-        for stream in streams:
-            stream.close()
-            if len(streams) == 1:
-                stream.path.replace(tokens.path)
-            else:
-                with open(stream.path, "rb") as source, open(tokens.path, "ab") as target:
-                    shutil.copyfileobj(source, target, 1 << 20)
-                stream.path.unlink()
-            tokens.length += stream.length
+        for chunk in chunks:
+            if chunk.is_first:
+                tokens.extend(self.content.bos_tokens)
+            tokens.extend(chunk.ids)
+            if chunk.is_last:
+                offsets.append(tokens.length)
+        return {"tokens": tokens.close(), "offsets": offsets.close()}
+
+    def _write_joined(self, chunks: Iterator[Any]) -> dict[str, Any]:
+        streams: dict[int, ArrayWriter] = {}
+        for chunk in chunks:
+            if chunk.is_first:
+                streams[chunk.stream] = self._token_writer(f"stream_{chunk.stream}")
+                streams[chunk.stream].extend(self.content.bos_tokens)
+            streams[chunk.stream].extend(chunk.ids)
+        offsets, tokens = self._writer("offsets", np.int64), self._token_writer("tokens")
+        offsets.append(0)
+        for _, stream in sorted(streams.items()):
+            tokens.take(stream)
             offsets.append(tokens.length)
         return {"tokens": tokens.close(), "offsets": offsets.close()}
 
-    def _streams(self) -> Iterator[tuple[int, str, bool]]:
-        """Text for ``cut``: documents that hold text, or streams of all of them with the join between,
-        counted on the way.
+    def _streams(self, read_parts: ReadParts) -> Iterator[tuple[int, str, bool]]:
+        """Yield text for ``cut``, and count it on the way: documents that hold text, or one stream a domain
+        of all documents with the join between.
 
         Empty documents are joined too: the published numbers come from scripts that join a data set's empty
         rows.
         """
-        counter, num_chars, begins = TextCounter(self.word_separator), 0, True
-        # Only where it takes long: a bar that comes and goes tells nothing.
+        join = self.request.join
+        counter, num_chars, begins = TextCounter(self.request.word_separator), 0, True
+        # Only where it takes long: nobody can read a bar that is gone at once.
         progress = tqdm(
             desc="tokenising", unit=" characters", unit_scale=True, delay=10, mininterval=5, leave=False
         )
-        for part in self.source.parts(self.source_notes):
+        for part in read_parts([]):
             self.digest.add(part)
             progress.update(len(part.text))
             counter.add(part.text if part.original is None else part.original)
-            if begins and self.join is not None:
+            if begins and join is not None:
                 domain = self.domains.setdefault(part.domain, len(self.domains))
                 if domain == len(self.joined_sizes):
                     self.joined_sizes.append([0, 0])
                 else:
-                    yield domain, self.join, False
+                    yield domain, join, False
             num_chars += len(part.text)
-            if num_chars and self.join is None:
-                yield self.num_documents, part.text, part.is_last
-            elif self.join is not None:
+            if join is not None:
                 yield domain, part.text, False
+            elif num_chars:
+                yield self.num_documents, part.text, part.is_last
             begins = part.is_last
             if part.is_last:
                 self._end_document(part.domain, counter.size(), num_chars)
-                counter, num_chars = TextCounter(self.word_separator), 0
+                counter, num_chars = TextCounter(self.request.word_separator), 0
         progress.close()
-        if self.join is not None:
+        if join is not None:
             for domain in range(len(self.domains)):
                 yield domain, "", True
 
@@ -225,15 +146,15 @@ class _Writing:
             self.num_empty += 1
             return
         domain = self.domains.setdefault(domain_name, len(self.domains))
-        if self.join is None:
+        if self.request.join is None:
             self.columns["num_bytes"].append(size.num_bytes)
             self.columns["num_words"].append(size.num_words)
             self.columns["domain"].append(domain)
-            self.longest = max(self.longest, num_chars)
+            self.longest_chars = max(self.longest_chars, num_chars)
         else:
             self.joined_sizes[domain][0] += size.num_bytes
             self.joined_sizes[domain][1] += size.num_words
-            self.longest += num_chars
+            self.longest_chars += num_chars
         self.num_documents += 1
         self.num_crlf += size.has_crlf
         self.num_bom += size.has_bom
@@ -244,7 +165,7 @@ class _Writing:
         if self.num_empty:
             role = (
                 "they score nothing"
-                if self.join is None
+                if self.request.join is None
                 else "all that they add is the text between documents"
             )
             notes.append(f"{self.num_empty} of {num_all} documents are empty; {role}")
@@ -262,3 +183,11 @@ class _Writing:
 
     def _writer(self, name: str, dtype: Any) -> ArrayWriter:
         return ArrayWriter(self.folder / f"{name}.bin", dtype)
+
+    def _token_writer(self, name: str) -> ArrayWriter:
+        return self._writer(name, token_dtype(self.request))
+
+
+def token_dtype(request: EncodeRequest) -> Any:
+    """Return the smallest unsigned type that holds the vocabulary."""
+    return np.uint16 if request.encoder.vocab_size <= 1 << 16 else np.uint32

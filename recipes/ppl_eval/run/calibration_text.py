@@ -11,6 +11,7 @@ from ppl_eval.config import paths
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.data import token_data as tokens
+from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.protocols.batches import WindowBatches
 from ppl_eval.protocols.plan import make_plan
@@ -39,12 +40,8 @@ def calibration_batches(
     protocol = inputs.protocol
 
     def prepare() -> str:
-        cache = paths.home() / "tokens"
-        return str(
-            tokens.prepare_tokens(
-                source, inputs.encoder, protocol.join, protocol.bos, cache, protocol.word_separator
-            )
-        )
+        request = EncodeRequest(inputs.encoder, protocol.join, protocol.bos, protocol.word_separator)
+        return str(tokens.prepare_tokens(source, request, paths.home() / "tokens"))
 
     data = tokens.open_tokens(Path(world.once_per_node("calibration tokens", prepare)))
     plan = make_plan(protocol, data.offsets_D1, 1, section["num_windows"])

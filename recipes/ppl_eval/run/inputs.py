@@ -9,6 +9,7 @@ from ppl_eval.config import paths
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.data import token_data as tokens
+from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.protocols import batches, bos
@@ -54,12 +55,8 @@ def read_inputs(settings: Settings, world: World) -> Inputs:
     source = instantiate("dataset", settings.dataset)
 
     def prepare() -> str:
-        cache = paths.home() / "tokens"
-        return str(
-            tokens.prepare_tokens(
-                source, encoder, protocol.join, protocol.bos, cache, protocol.word_separator
-            )
-        )
+        request = EncodeRequest(encoder, protocol.join, protocol.bos, protocol.word_separator)
+        return str(tokens.prepare_tokens(source, request, paths.home() / "tokens"))
 
     data = tokens.open_tokens(Path(world.once_per_node("tokens", prepare)))
     notes = [*data.notes, *bos.check_bos_tokens(protocol, data, encoder)]

@@ -1,4 +1,4 @@
-"""A long text tokenised in pieces, with the ids that one call would give.
+"""A long text tokenised in chunks, with the ids that one call would give.
 
 Why that is possible. A byte-pair encoding is the only one of its text in which every pair of neighbouring
 tokens is what the two encode to together (the property that GitHub's ``bpe`` crate is built on). So two
@@ -6,16 +6,16 @@ encodings may be joined where the pair at the seam has been seen side by side in
 pre-tokenizer that scans from left to right and remembers nothing at a boundary can likewise be started at
 one.
 
-How it is done. A piece is encoded behind the text before it (its context), and the context's ids are taken
+How it is done. A chunk is encoded behind the text before it (its context), and the context's ids are taken
 off again. The seam holds if
 
-1. the context encodes to the same ids whether the piece follows or not, so a token ends exactly at the cut
+1. the context encodes to the same ids whether the chunk follows or not, so a token ends exactly at the cut
    with the true text on both sides, and
-2. the ids before the cut, encoded as part of the context, are those that end the piece before, so its left
+2. the ids before the cut, encoded as part of the context, are those that end the chunk before, so its left
    side is in step with the text's head.
 
-A cut is tried before it is made, and checked again when the pieces are joined. Text that offers no good cut
-makes a longer piece; in the worst case the piece is the whole text, which is the one call.
+A cut is tried before it is made, and checked again when the chunks are joined. Text that offers no good cut
+makes a longer chunk; in the worst case the chunk is the whole text, which is the one call.
 """
 
 import re
@@ -28,8 +28,8 @@ import numpy as np
 
 from ppl_eval.tokenization.encoders import Encode, Encoding, Ids
 
-PIECE_CHARS = 1 << 18
-# Characters of true text around a cut that is tried, and before a piece.
+CHUNK_CHARS = 1 << 18
+# Characters of true text around a cut that is tried, and before a chunk.
 CONTEXT_CHARS = 400
 _LONG_CONTEXT_CHARS = 2 * CONTEXT_CHARS + 1
 # Ids compared at a seam. One would do for byte-pair encodings.
@@ -40,11 +40,11 @@ _LIKELY = (re.compile(r"(?<=\n)(?=\w)"), re.compile(r"(?<=\S)(?= \w)"), re.compi
 
 
 class SeamError(Exception):
-    """Two pieces do not fit together: the text must be encoded in one call."""
+    """Two chunks do not fit together: the text must be encoded in one call."""
 
 
-class Piece(NamedTuple):
-    """A piece of one stream of text.
+class Chunk(NamedTuple):
+    """A chunk of one stream of text.
 
     Attributes:
         stream: index of the stream.
@@ -62,8 +62,8 @@ class Piece(NamedTuple):
     is_last: bool
 
 
-class EncodedPiece(NamedTuple):
-    """Ids of a piece, and the last ids of its context."""
+class EncodedChunk(NamedTuple):
+    """Ids of a chunk, and the last ids of its context."""
 
     stream: int
     ids: Ids
@@ -85,31 +85,31 @@ class _Pending:
     target: int = 0
 
     def text(self) -> str:
-        """All of it, as one string."""
+        """Return all of it, as one string."""
         self.parts = ["".join(self.parts)]
         return self.parts[0]
 
-    def piece(self, stream: int, text: str, is_last: bool) -> Piece:
-        """A piece of it, with its context."""
-        return Piece(stream, text, self.before[-CONTEXT_CHARS:], self.is_first, is_last)
+    def chunk(self, stream: int, text: str, is_last: bool) -> Chunk:
+        """Return a chunk of it, with its context."""
+        return Chunk(stream, text, self.before[-CONTEXT_CHARS:], self.is_first, is_last)
 
 
 def cut(
-    parts: Iterable[tuple[int, str, bool]], encoding: Encoding, piece_chars: int = PIECE_CHARS
-) -> Iterator[Piece]:
-    """Cut streams of text into pieces.
+    parts: Iterable[tuple[int, str, bool]], encoding: Encoding, chunk_chars: int = CHUNK_CHARS
+) -> Iterator[Chunk]:
+    """Cut streams of text into chunks.
 
     Args:
         parts: ``(stream, text, is_last)``; the parts of several streams may come mixed, and a stream's last
             part says so.
         encoding: the tokenizer's.
-        piece_chars: characters of a piece, about; long where a text offers no cut.
+        chunk_chars: characters of a chunk, about; long where a text offers no cut.
     """
-    piece_chars = encoding.cut_every or piece_chars
+    chunk_chars = encoding.cut_every or chunk_chars
     ahead = 0 if encoding.cut_every else CONTEXT_CHARS
     pending: dict[int, _Pending] = {}
-    for stream, text, is_last in _in_slices(parts, 4 * piece_chars):
-        rest = pending.setdefault(stream, _Pending(target=piece_chars))
+    for stream, text, is_last in _in_slices(parts, 4 * chunk_chars):
+        rest = pending.setdefault(stream, _Pending(target=chunk_chars))
         rest.parts.append(text)
         rest.num_chars += len(text)
         while rest.num_chars > rest.target + ahead and not encoding.one_call:
@@ -119,12 +119,12 @@ def cut(
                 # Twice as far on, so that the work on a text without cuts stays linear.
                 rest.target *= 2
                 continue
-            yield rest.piece(stream, whole[:at], False)
+            yield rest.chunk(stream, whole[:at], False)
             before = "" if encoding.cut_every else _last(rest.before, whole[:at], _LONG_CONTEXT_CHARS)
-            rest = _Pending([whole[at:]], len(whole) - at, before, False, piece_chars)
+            rest = _Pending([whole[at:]], len(whole) - at, before, False, chunk_chars)
             pending[stream] = rest
         if is_last:
-            yield rest.piece(stream, rest.text(), True)
+            yield rest.chunk(stream, rest.text(), True)
             del pending[stream]
 
 
@@ -136,13 +136,13 @@ def _in_slices(parts: Iterable[tuple[int, str, bool]], chars: int) -> Iterator[t
             yield stream, text[begin : begin + chars], is_last and begin + chars >= len(text)
 
 
-def group(pieces: Iterable[Piece], chars: int = PIECE_CHARS) -> Iterator[list[Piece]]:
-    """Pieces in lists of about so many characters: what a worker gets at once."""
-    together: list[Piece] = []
+def group(chunks: Iterable[Chunk], chars: int = CHUNK_CHARS) -> Iterator[list[Chunk]]:
+    """Yield chunks in lists of about ``chars`` characters: what a worker gets at once."""
+    together: list[Chunk] = []
     num_chars = 0
-    for piece in pieces:
-        together.append(piece)
-        num_chars += len(piece.text)
+    for chunk in chunks:
+        together.append(chunk)
+        num_chars += len(chunk.text)
         if num_chars >= chars:
             yield together
             together, num_chars = [], 0
@@ -150,42 +150,42 @@ def group(pieces: Iterable[Piece], chars: int = PIECE_CHARS) -> Iterator[list[Pi
         yield together
 
 
-def encode_pieces(encode: Encode, pieces: list[Piece]) -> list[EncodedPiece]:
-    """Encode pieces behind their contexts.
+def encode_chunks(encode: Encode, chunks: list[Chunk]) -> list[EncodedChunk]:
+    """Encode chunks behind their contexts.
 
     Raises:
-        SeamError: if a context's ids change when its piece follows.
+        SeamError: if a context's ids change when its chunk follows.
     """
     encoded = []
-    for piece in pieces:
-        before = encode(piece.context) if piece.context else np.zeros(0, dtype=np.int64)
-        ids = encode(piece.context + piece.text)
+    for chunk in chunks:
+        before = encode(chunk.context) if chunk.context else np.zeros(0, dtype=np.int64)
+        ids = encode(chunk.context + chunk.text)
         if not np.array_equal(ids[: len(before)], before):
             raise SeamError
         seam = before[-SEAM_IDS:]
-        encoded.append(EncodedPiece(piece.stream, ids[len(before) :], seam, piece.is_first, piece.is_last))
+        encoded.append(EncodedChunk(chunk.stream, ids[len(before) :], seam, chunk.is_first, chunk.is_last))
     return encoded
 
 
-def checked(encoded: Iterable[EncodedPiece]) -> Iterator[EncodedPiece]:
-    """Pass on encoded pieces whose seams hold.
+def checked(encoded: Iterable[EncodedChunk]) -> Iterator[EncodedChunk]:
+    """Pass on encoded chunks whose seams hold.
 
     Raises:
-        SeamError: if a piece's context does not end with the ids of the piece before.
+        SeamError: if a chunk's context does not end with the ids of the chunk before.
     """
     tails: dict[int, Ids] = {}
-    for piece in encoded:
-        tail = tails.pop(piece.stream, np.zeros(0, dtype=np.int64))
-        compared = min(len(tail), len(piece.seam))
-        if compared and not np.array_equal(tail[-compared:], piece.seam[-compared:]):
+    for chunk in encoded:
+        tail = tails.pop(chunk.stream, np.zeros(0, dtype=np.int64))
+        compared = min(len(tail), len(chunk.seam))
+        if compared and not np.array_equal(tail[-compared:], chunk.seam[-compared:]):
             raise SeamError
-        if not piece.is_last:
-            tails[piece.stream] = np.concatenate([tail, piece.ids[-SEAM_IDS:]])[-SEAM_IDS:]
-        yield piece
+        if not chunk.is_last:
+            tails[chunk.stream] = np.concatenate([tail, chunk.ids[-SEAM_IDS:]])[-SEAM_IDS:]
+        yield chunk
 
 
 def _find_cut(before: str, text: str, begin: int, encode: Encode) -> int | None:
-    """A position at or after ``begin`` where a seam should hold, with ``CONTEXT_CHARS`` of text behind it;
+    """Find a position at or after ``begin`` where a seam should hold, with ``CONTEXT_CHARS`` of text behind it;
     None if none is found.
     """
     end = len(text) - CONTEXT_CHARS

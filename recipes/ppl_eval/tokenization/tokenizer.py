@@ -1,5 +1,5 @@
-"""One face for torchtune's tokenizers: text to ids without BOS, and what the model's own tokenizer call would
-add.
+"""One interface for torchtune's tokenizers: text to ids without BOS, and whether the model's own tokenizer
+adds one.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from ppl_eval.tokenization.encoders import Encoding, encoding_of
 
-# What the family's Hugging Face tokenizer does when it is simply called on a text. torchtune's classes don't
-# say: their `encode` adds BOS unless told not to.
+# Whether the family's Hugging Face tokenizer adds BOS when it is called on a text. torchtune's classes do not
+# say: their `encode` adds BOS by default.
 _ADDS_BOS = {
     "Llama2Tokenizer": True,
     "Llama3Tokenizer": True,
@@ -32,7 +32,7 @@ class TextEncoder:
     """A tokenizer as this project uses it.
 
     Attributes:
-        encoding: text to ids, no BOS and no EOS, and what it takes to do so in pieces.
+        encoding: text to ids, no BOS and no EOS, and what it takes to do so in chunks.
         decode: ids to text.
         bos_id: id of BOS, or None.
         eos_id: id of EOS, or None.
@@ -52,11 +52,11 @@ class TextEncoder:
     tokenizer: Any = None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Text to ids in one call, no BOS and no EOS."""
+        """Encode a text in one call, no BOS and no EOS."""
         return self.encoding.encode(text)
 
     def bos_tokens(self, policy: str) -> list[int]:
-        """Ids that go before a text under a BOS policy; ``each_window`` leaves that to the windows.
+        """Return the ids that go before a text under a BOS policy; ``each_window`` leaves that to the windows.
 
         Raises:
             ValueError: if BOS is wanted and the tokenizer has none.
@@ -97,7 +97,7 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
 
 
 def _vocab_size(tokenizer: Any) -> int:
-    """One more than the highest id. (What torchtune's classes call ``vocab_size`` may leave special tokens
+    """Return one more than the highest id. (What torchtune's classes call ``vocab_size`` may leave special tokens
     out, and Qwen's have no such name.)
     """
     inner = getattr(tokenizer, "tokenizer", None)

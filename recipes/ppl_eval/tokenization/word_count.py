@@ -28,17 +28,17 @@ class TextSize(NamedTuple):
 class TextCounter:
     r"""Counts one document, part by part.
 
-    ``white_space`` counts as lm-evaluation-harness does, ``len(re.split(r"\s+", text))``: empty pieces at the
+    ``white_space`` counts as lm-evaluation-harness does, ``len(re.split(r"\s+", text))``: empty strings at the
     ends count. ``space`` counts as Megatron-LM's zero-shot evaluation does, ``len(text.strip().split(" "))``:
     two spaces hold an empty word.
 
     Args:
-        separator: what parts words, one of ``SEPARATORS``.
+        separator: what separates words, one of ``SEPARATORS``.
     """
 
     def __init__(self, separator: str = "white_space") -> None:
         if separator not in SEPARATORS:
-            raise ValueError(f"words are parted by {separator!r}; allowed: {', '.join(SEPARATORS)}")
+            raise ValueError(f"word_separator is {separator!r}; allowed: {', '.join(SEPARATORS)}")
         self._by_space = separator == "space"
         self._num_bytes = self._num_runs = self._open_spaces = 0
         self._ends_in_space = self._ends_in_cr = self._has_crlf = self._has_bom = False
@@ -64,7 +64,7 @@ class TextCounter:
             self._add_runs(int(begins), bool(is_space[0]), bool(is_space[-1]))
 
     def size(self) -> TextSize:
-        """The figures of everything that was added."""
+        """Return the figures of everything that was added."""
         return TextSize(self._num_bytes, 1 + self._num_runs, self._has_crlf, self._has_bom)
 
     def _add_runs(self, num_runs: int, begins_in_space: bool, ends_in_space: bool) -> None:
@@ -84,7 +84,7 @@ class TextCounter:
 
 
 def count_words(text: str, separator: str = "white_space") -> int:
-    """Words of a text; see ``TextCounter``."""
+    """Count the words of a text; see ``TextCounter``."""
     counter = TextCounter(separator)
     counter.add(text)
     return counter.size().num_words

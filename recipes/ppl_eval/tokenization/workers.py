@@ -17,25 +17,25 @@ from contextlib import ExitStack, suppress
 from itertools import chain, islice
 from typing import Any
 
-from ppl_eval.tokenization.chunking import EncodedPiece, Piece, SeamError, encode_pieces
+from ppl_eval.tokenization.chunking import Chunk, EncodedChunk, SeamError, encode_chunks
 from ppl_eval.tokenization.encoders import Encode
 
 # A worker takes 60 to 130 MiB, most of it vocabulary; eight of them and their feeder stay below 1 GiB a node,
 # and keep up with a disk.
 MAX_WORKERS = 8
-# Groups of pieces that are not worth starting processes for.
+# Groups of chunks that are not worth starting processes for.
 _FEW_GROUPS = 4
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def encode_groups(
-    encode: Encode, groups: Iterable[list[Piece]], num_workers: int | None = None
-) -> Iterator[EncodedPiece]:
-    """Encode groups of pieces in parallel, in order, with a bounded number of groups in memory.
+    encode: Encode, groups: Iterable[list[Chunk]], num_workers: int | None = None
+) -> Iterator[EncodedChunk]:
+    """Encode groups of chunks in parallel, in order, with a bounded number of groups in memory.
 
     Args:
         encode: the tokenizer's; a text too short for several processes, or a tokenizer that cannot be
@@ -44,7 +44,7 @@ def encode_groups(
         num_workers: processes; None for one a core, at most ``MAX_WORKERS``.
 
     Raises:
-        SeamError: if a piece does not fit its context.
+        SeamError: if a chunk does not fit its context.
     """
     num_workers = num_workers or min(num_cores(), MAX_WORKERS)
     groups = iter(groups)
@@ -53,7 +53,7 @@ def encode_groups(
     everything = chain(first, groups)
     if pickled is None:
         for together in everything:
-            yield from encode_pieces(encode, together)
+            yield from encode_chunks(encode, together)
         return
     with ExitStack() as stack:
         idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
@@ -61,7 +61,7 @@ def encode_groups(
             idle.put(_start(pickled, stack))
         # Entered last, so left first: no thread waits for an answer when the pipes close.
         threads = stack.enter_context(ThreadPoolExecutor(num_workers))
-        waiting: deque[Future[list[EncodedPiece]]] = deque()
+        waiting: deque[Future[list[EncodedChunk]]] = deque()
         for together in everything:
             waiting.append(threads.submit(_ask, idle, together))
             if len(waiting) > 2 * num_workers:
@@ -100,15 +100,15 @@ def _stop(worker: "subprocess.Popen[bytes]") -> None:
     worker.wait()
 
 
-def _ask(idle: "queue.SimpleQueue[subprocess.Popen[bytes]]", pieces: list[Piece]) -> list[EncodedPiece]:
+def _ask(idle: "queue.SimpleQueue[subprocess.Popen[bytes]]", chunks: list[Chunk]) -> list[EncodedChunk]:
     worker = idle.get()
     try:
-        _send(worker.stdin, pickle.dumps(pieces))
+        _send(worker.stdin, pickle.dumps(chunks))
         answer = _receive(worker.stdout)
     except (BrokenPipeError, EOFError) as error:
         code = worker.wait()
         raise RuntimeError(
-            f"a tokeniser process (pid {worker.pid}) ended with exit code {code}; its own words are above. "
+            f"a tokeniser process (pid {worker.pid}) ended with exit code {code}; its own messages are above. "
             "A negative code is a signal: -9 mostly means that the machine ran out of memory"
         ) from error
     finally:
@@ -135,11 +135,11 @@ def _serve(inbox: Any, outbox: Any) -> None:
     encode: Callable[..., Any] = _receive(inbox)
     while True:
         try:
-            pieces = _receive(inbox)
+            chunks = _receive(inbox)
         except EOFError:
             return
         try:
-            answer: Any = encode_pieces(encode, pieces)
+            answer: Any = encode_chunks(encode, chunks)
         except (SeamError, ValueError, TypeError, RuntimeError) as error:
             answer = error
         _send(outbox, pickle.dumps(answer))

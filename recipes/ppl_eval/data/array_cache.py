@@ -1,10 +1,8 @@
-"""Folders of plain arrays in a cache: written as values come, named by content, whole or not there at all."""
+"""A cache of plain arrays: written as values come, in folders named by content, whole or not there at all."""
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
+
+from ppl_eval.config.files import whole_folder, write_json
 
 ABOUT = "about.json"
 _FLUSH_VALUES = 1 << 18
@@ -44,18 +44,29 @@ class ArrayWriter:
     def extend(self, values: npt.NDArray[Any] | Sequence[int]) -> None:
         """Add values."""
         self._gather()
-        self._arrays.append(np.asarray(values))
+        self._arrays.append(np.asarray(values, dtype=None if len(values) else self.dtype))
         self._count(len(values))
 
+    def take(self, other: "ArrayWriter") -> None:
+        """Add the values of another array of this type, whose file goes."""
+        assert other.dtype == self.dtype
+        other._flush()
+        self._flush()
+        if self.length == 0:
+            other.path.replace(self.path)
+        else:
+            with open(other.path, "rb") as source, open(self.path, "ab") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            other.path.unlink()
+        self.length += other.length
+
     def close(self) -> dict[str, Any]:
-        """Write what is left, onto the disk itself, and describe the array for ``open_array``.
+        """Write what is left, and describe the array for ``open_array``.
 
         Raises:
             ValueError: (as ``append`` and ``extend`` do) if a value does not fit the type.
         """
         self._flush()
-        with open(self.path, "rb") as file:
-            os.fsync(file.fileno())
         return {"file": self.path.name, "dtype": self.dtype.name, "length": self.length}
 
     def _count(self, more: int) -> None:
@@ -109,15 +120,15 @@ def open_array(folder: Path, description: dict[str, Any]) -> npt.NDArray[Any]:
 
 
 def key_of(facts: Any) -> str:
-    """A name for what these facts identify."""
+    """Return a name for what these facts identify."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def build_once(cache: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> Path:
-    """The folder of a key, written unless it is there already.
+    """Return the folder of a key; write it unless it is there already.
 
     Jobs that start together wait for the first; the lock dies with its process. What a killed job left behind
-    is thrown away. The folder gets its name after everything in it is on the disk.
+    is thrown away.
 
     Args:
         cache: folder of all folders.
@@ -125,71 +136,19 @@ def build_once(cache: Path, key: str, write: Callable[[Path], dict[str, Any]]) -
         write: fills an empty folder; what it returns becomes its ``about.json``.
     """
     folder = cache / key
+    # A folder without its description is what a cleaner left of one that was whole.
     if not (folder / ABOUT).is_file():
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
             if not (folder / ABOUT).is_file():
-                half = _empty(cache / f"{key}.half")
-                write_json(half / ABOUT, write(half))
-                # What a cleaner left of a folder that was whole once would be in the way.
-                shutil.rmtree(folder, ignore_errors=True)
-                half.rename(folder)
-                _sync_folder(cache)
+                with whole_folder(folder) as half:
+                    write_json(half / ABOUT, write(half))
     return folder
-
-
-def build_anew(cache: Path, name: str, write: Callable[[Path], dict[str, Any]]) -> Path:
-    """A folder whose content is known only after it was written, named by the ``content`` that ``write``
-    returns.
-
-    Args:
-        cache: folder of all folders.
-        name: what is being written, so that jobs that write the same take turns.
-        write: fills an empty folder; what it returns becomes its ``about.json``.
-    """
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{name}.lock"):
-        half = _empty(cache / f"{name}.half")
-        about = write(half)
-        # Under the lock of the content too: other requests may lead to it.
-        folder = build_once(cache, key_of(about["content"]), lambda empty: _move(half, empty, about))
-        shutil.rmtree(half)
-    return folder
-
-
-def _move(source: Path, target: Path, about: dict[str, Any]) -> dict[str, Any]:
-    for file in source.iterdir():
-        file.rename(target / file.name)
-    return about
-
-
-def _empty(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file so that a reader sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}.", delete=False) as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's content, or None where there is none."""
+    """Return a JSON file's content, or None where there is none."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
