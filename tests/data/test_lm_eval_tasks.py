@@ -8,9 +8,10 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
-from helpers.pipeline import encoder_of, score, tiny_llama, tiny_tokenizer
+from helpers.pipeline import score, tiny_llama
+from helpers.tokenizers import encoder_of, tiny_tokenizer
 from ppl_eval import protocols
-from ppl_eval.data import lm_eval_task
+from ppl_eval.data import input_files, lm_eval_task
 from ppl_eval.data import lm_eval_tasks as lm_eval_data
 from ppl_eval.metrics.denominators import covered_text
 from ppl_eval.protocols.plan import make_plan
@@ -77,10 +78,12 @@ def test_figures_are_those_of_lm_evals_evaluator(wiki: Path, tmp_path: Path, add
     assert found["num_words"] == sum(len(re.split(r"\s+", page)) for page in pages)
 
 
-def test_the_file_may_change_and_is_read_again(wiki: Path) -> None:
+def test_the_file_may_change_and_is_read_again(wiki: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = lm_eval_task(paths=str(wiki))
-    assert source.stamp is not None
+    monkeypatch.setattr(input_files, "_RACY_NS", 0)
     before = source.stamp()
+    assert before is not None
+    assert lm_eval_task().stamp() is None
     wiki.write_text(WIKITEXT + " More . \n", encoding="utf-8")
     assert source.stamp() != before
 

@@ -9,47 +9,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as MASKED
 from torchtune.models.llama3_2 import llama3_2
 
-from helpers.data_helpers import ALPACA, hf_encoder, llama3_tokenizer
+from helpers.own_components import ListDataset
+from helpers.sources import tokens_of
+from helpers.texts import ALPACA
+from helpers.tokenizers import hf_encoder, llama3_tokenizer
 from ppl_eval.data import domains, sft
-from ppl_eval.data.token_data import IGNORE_INDEX, TokenData, open_tokens, prepare_tokens
+from ppl_eval.data.token_data import TokenData
 from ppl_eval.protocols.batches import WindowBatches, expected_lanes, masked_targets
 from ppl_eval.protocols.disjoint import per_sample
 from ppl_eval.protocols.plan import make_plan
 from ppl_eval.scoring.nll import ScoringModel, window_scores
 from ppl_eval.tokenization.tokenizer import TextEncoder, wrap_tokenizer
 
-
-class ListDataset(Dataset):
-    """A user's own dataset component."""
-
-    def __init__(self, samples: list[dict[str, Any]]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.samples[index]
-
-
-def list_dataset(tokenizer: Any, samples: list[dict[str, Any]]) -> ListDataset:
-    return ListDataset(samples)
-
-
-def packed_list_dataset(
-    tokenizer: Any, samples: list[dict[str, Any]], max_seq_len: int, split_across_pack: bool
-) -> Any:
-    from torchtune.datasets import PackedDataset
-
-    return PackedDataset(ListDataset(samples), max_seq_len=max_seq_len, split_across_pack=split_across_pack)
+LIST, PACKED = "helpers.own_components.list_dataset", "helpers.own_components.packed_list_dataset"
 
 
 def listed(*samples: tuple[list[int], list[int]]) -> Any:
     made = [{"tokens": tokens, "labels": labels} for tokens, labels in samples]
-    return sft({"_component_": "test_samples.list_dataset", "samples": made})
+    return sft({"_component_": LIST, "samples": made})
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +57,8 @@ def model(encoder: TextEncoder) -> Any:
     )
 
 
-def made(
-    source: Any, encoder: TextEncoder, cache: Path, join: str | None = None, bos: str = "tokenizer"
-) -> TokenData:
-    return open_tokens(prepare_tokens(source, encoder, join, bos, cache))
+def made(source: Any, encoder: TextEncoder, cache: Path, bos: str = "tokenizer") -> TokenData:
+    return tokens_of(source, encoder, cache, bos=bos)
 
 
 def documents(data: TokenData) -> list[tuple[list[int], list[int]]]:
@@ -125,10 +103,10 @@ def reference(samples: Any, model: Any) -> tuple[float, int]:
         # The scorer of `ours` may have taken the head off this model.
         logits = hidden if hidden.shape[-1] == model.tok_embeddings.num_embeddings else model.output(hidden)
         losses = torch.nn.functional.cross_entropy(
-            logits[0, :-1].double(), labels[1:], ignore_index=IGNORE_INDEX, reduction="none"
+            logits[0, :-1].double(), labels[1:], ignore_index=MASKED, reduction="none"
         )
         nll += float(losses.sum())
-        num_tokens += int((labels[1:] != IGNORE_INDEX).sum())
+        num_tokens += int((labels[1:] != MASKED).sum())
     return nll, num_tokens
 
 
@@ -212,8 +190,8 @@ def test_torchtune_datasets_equal_the_float64_reference(
 def test_samples_whose_labels_are_all_masked_cost_nothing_and_are_told(
     encoder: TextEncoder, model: Any, tmp_path: Path
 ) -> None:
-    masked = ([3, 4, 5], [IGNORE_INDEX] * 3)
-    scored = ([6, 7, 8, 9], [IGNORE_INDEX, 7, IGNORE_INDEX, 9])
+    masked = ([3, 4, 5], [MASKED] * 3)
+    scored = ([6, 7, 8, 9], [MASKED, 7, MASKED, 9])
     data = made(listed(masked, scored, masked), encoder, tmp_path)
     assert ours(data, model, 2)[1] == 2
     assert ours(data, model, 2)[0] == pytest.approx(
@@ -226,14 +204,14 @@ def test_samples_whose_labels_are_all_masked_cost_nothing_and_are_told(
 
 def test_shifted_labels_are_found_in_the_data(encoder: TextEncoder, tmp_path: Path) -> None:
     same = [
-        ([3, 4, 5, 6], [IGNORE_INDEX, 4, IGNORE_INDEX, 6]),
+        ([3, 4, 5, 6], [MASKED, 4, MASKED, 6]),
         ([7, 7, 7], [7, 7, 7]),
-        ([8, 9], [IGNORE_INDEX] * 2),
+        ([8, 9], [MASKED] * 2),
     ]
     # As torchtune's main branch makes them: moved by one, the last masked.
-    shifted = [([3, 4, 5, 6], [4, IGNORE_INDEX, 6, IGNORE_INDEX]), ([7, 7, 7], [7, 7, IGNORE_INDEX]), same[2]]
+    shifted = [([3, 4, 5, 6], [4, MASKED, 6, MASKED]), ([7, 7, 7], [7, 7, MASKED]), same[2]]
     # As others do: the last token is only a label.
-    short = [([3, 4, 5], [4, IGNORE_INDEX, 6]), ([7, 7], [7, 7]), ([8, 9], [IGNORE_INDEX] * 2)]
+    short = [([3, 4, 5], [4, MASKED, 6]), ([7, 7], [7, 7]), ([8, 9], [MASKED] * 2)]
     expected = documents(made(listed(*same), encoder, tmp_path))
     assert expected == [(list(tokens), list(labels)) for tokens, labels in same]
 
@@ -251,27 +229,27 @@ def test_shifted_labels_are_found_in_the_data(encoder: TextEncoder, tmp_path: Pa
 
 
 def test_labels_that_fit_neither_way_are_refused(encoder: TextEncoder, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sample 1 of test_samples.list_dataset: its labels are neither"):
+    with pytest.raises(ValueError, match=r"sample 1 of .*list_dataset: its labels are neither"):
         made(listed(([3, 4], [3, 4]), ([3, 4, 5], [9, 9, 9])), encoder, tmp_path)
-    with pytest.raises(ValueError, match=r"sample 0 of test_samples.list_dataset has 2 labels for 3 tokens"):
+    with pytest.raises(ValueError, match=r"sample 0 of .*list_dataset has 2 labels for 3 tokens"):
         made(listed(([3, 4, 5], [3, 4])), encoder, tmp_path)
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_packs_are_taken_apart(encoder: TextEncoder, model: Any, tmp_path: Path, split: bool) -> None:
     samples = [
-        ([3, 4, 5], [IGNORE_INDEX, 4, 5]),
+        ([3, 4, 5], [MASKED, 4, 5]),
         ([6, 7, 8, 9], [6, 7, 8, 9]),
-        ([10, 11], [IGNORE_INDEX, IGNORE_INDEX]),
-        ([12, 13, 14, 15, 16], [IGNORE_INDEX, IGNORE_INDEX, 14, 15, 16]),
+        ([10, 11], [MASKED, MASKED]),
+        ([12, 13, 14, 15, 16], [MASKED, MASKED, 14, 15, 16]),
     ]
     listing = [dict(zip(("tokens", "labels"), sample, strict=True)) for sample in samples]
-    section = {"_component_": "test_samples.packed_list_dataset", "samples": listing}
+    section = {"_component_": PACKED, "samples": listing}
     data = made(sft({**section, "max_seq_len": 8, "split_across_pack": split}), encoder, tmp_path)
     if split:
         # The first pack takes 8 tokens: the third sample is cut after its first token, and that masked token
         # at the end of its pack cannot be told from padding. Nothing is scored in it either way.
-        samples[2] = ([11], [IGNORE_INDEX])
+        samples[2] = ([11], [MASKED])
     assert documents(data) == samples
     assert any("packs were taken apart" in note for note in data.notes)
     if not split:
@@ -297,14 +275,14 @@ def test_packs_without_lengths_are_cut_where_positions_start_anew(
         "labels": [3, 4, 5, 6, 7, -100, -100],
         "input_pos": [0, 1, 0, 1, 2, 3, 3],
     }
-    data = made(sft({"_component_": "test_samples.list_dataset", "samples": [pack]}), encoder, tmp_path)
-    assert [tokens[: len(labels) - labels.count(IGNORE_INDEX)] for tokens, labels in documents(data)] == [
+    data = made(sft({"_component_": LIST, "samples": [pack]}), encoder, tmp_path)
+    assert [tokens[: len(labels) - labels.count(MASKED)] for tokens, labels in documents(data)] == [
         [3, 4],
         [5, 6, 7],
     ]
     # Labels shifted after packing ask for the next sample's first token: that is no target.
     crossing = {"tokens": [3, 4, 5, 6], "labels": [4, 5, 6, -100], "input_pos": [0, 1, 0, 1]}
-    data = made(sft({"_component_": "test_samples.list_dataset", "samples": [crossing]}), encoder, tmp_path)
+    data = made(sft({"_component_": LIST, "samples": [crossing]}), encoder, tmp_path)
     assert documents(data) == [([3, 4], [-100, 4]), ([5, 6], [-100, 6])]
     assert any("1 labels ask for the first token of the next sample" in note for note in data.notes)
 
@@ -333,11 +311,11 @@ def test_what_is_no_dataset_for_fine_tuning_is_refused(encoder: TextEncoder, tmp
         sft({"source": "json"})
     with pytest.raises(ValueError, match="cannot be built"):
         made(sft({"_component_": "torchtune.datasets.alpaca_dataset", "nonsense": 1}), encoder, tmp_path)
-    section = {"_component_": "test_samples.list_dataset", "samples": [{"chosen_input_ids": [1]}]}
+    section = {"_component_": LIST, "samples": [{"chosen_input_ids": [1]}]}
     with pytest.raises(ValueError, match=r"has no tokens and labels .it has: chosen_input_ids"):
         made(sft(section), encoder, tmp_path)
     with pytest.raises(ValueError, match=r"joins documents.*per_sample"):
-        made(listed(([3, 4], [3, 4])), encoder, tmp_path, join="\n\n")
+        tokens_of(listed(([3, 4], [3, 4])), encoder, tmp_path, join="\n\n")
 
 
 def test_the_cache_follows_the_content(encoder: TextEncoder, tmp_path: Path) -> None:
@@ -349,3 +327,31 @@ def test_the_cache_follows_the_content(encoder: TextEncoder, tmp_path: Path) -> 
     assert first.num_bytes_D is None
     assert not list(tmp_path.glob("*.half"))
     assert any("bos=never changes nothing" in note for note in first.notes)
+
+
+NOTE = "1 packs were taken apart: each sample is scored in a window of its own"
+
+
+@pytest.mark.parametrize("packed_first", [False, True])
+def test_notes_are_those_of_the_run_and_not_of_the_cache(
+    encoder: TextEncoder, tmp_path: Path, packed_first: bool
+) -> None:
+    samples = [([3, 4, 5], [3, 4, 5]), ([6, 7, 8, 9], [MASKED, 7, 8, 9])]
+    rows = [dict(zip(("tokens", "labels"), sample, strict=True)) for sample in samples]
+    sources = {
+        "packed": sft({"_component_": PACKED, "samples": rows, "max_seq_len": 8, "split_across_pack": False}),
+        "apart": listed(*samples),
+    }
+    # Twice, so that each also finds what the other left.
+    order = ["packed", "apart"] if packed_first else ["apart", "packed"]
+    found = [(name, made(sources[name], encoder, tmp_path)) for name in order * 2]
+    assert len({data.tokens.filename for _, data in found}) == 1
+    for name, data in found:
+        assert data.notes == ((NOTE,) if name == "packed" else ())
+        assert documents(data) == samples
+
+
+def test_a_dataset_that_draws_at_random_is_refused(encoder: TextEncoder, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gave other samples when it was read again.*draws at random"):
+        made(sft({"_component_": "helpers.own_components.random_dataset"}), encoder, tmp_path)
+    assert not list(tmp_path.glob("*/about.json"))

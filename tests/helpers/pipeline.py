@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import processors
 from torchtune.models.convert_weights import hf_to_tune
 from torchtune.models.llama3 import llama3
 from torchtune.modules import TransformerDecoder
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.tiny import trained_tokenizer
+from helpers.tokenizers import TINY_VOCAB_SIZE
 from ppl_eval.data import TextSource
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import TokenData, open_tokens, prepare_tokens
@@ -24,10 +23,8 @@ from ppl_eval.protocols.batches import WindowBatches
 from ppl_eval.protocols.bos import check_bos_tokens, for_tokenizer, prefix_token
 from ppl_eval.protocols.plan import make_plan
 from ppl_eval.scoring.nll import ScoringModel, window_scores
-from ppl_eval.tokenization.encoders import Encoding
 from ppl_eval.tokenization.tokenizer import TextEncoder
 
-VOCAB_SIZE = 300
 MAX_CONTEXT = 512
 
 
@@ -35,7 +32,7 @@ def tiny_llama() -> tuple[LlamaForCausalLM, TransformerDecoder]:
     """The same random float32 weights as a transformers model and as a torchtune decoder."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TINY_VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -50,7 +47,7 @@ def tiny_llama() -> tuple[LlamaForCausalLM, TransformerDecoder]:
     )
     theirs = LlamaForCausalLM(config).float().eval()
     decoder = llama3(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=TINY_VOCAB_SIZE,
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
@@ -62,29 +59,6 @@ def tiny_llama() -> tuple[LlamaForCausalLM, TransformerDecoder]:
     ).eval()
     decoder.load_state_dict(hf_to_tune(theirs.state_dict(), num_heads=4, num_kv_heads=2, dim=32))
     return theirs, decoder
-
-
-def tiny_tokenizer(text: str, adds_bos: bool) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on a text; BOS is id 0 and EOS id 1."""
-    tokenizer = trained_tokenizer(text, VOCAB_SIZE)
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def encoder_of(tokenizer: PreTrainedTokenizerFast, adds_bos: bool) -> TextEncoder:
-    """The tokenizer as the recipe sees it."""
-    return TextEncoder(
-        encoding=Encoding(
-            lambda text: np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
-        ),
-        decode=tokenizer.decode,
-        bos_id=tokenizer.bos_token_id,
-        eos_id=tokenizer.eos_token_id,
-        adds_bos=adds_bos,
-        vocab_size=VOCAB_SIZE,
-        sha256=f"tiny {adds_bos}",
-    )
 
 
 class Scored(NamedTuple):

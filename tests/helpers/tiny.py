@@ -1,13 +1,13 @@
 """A tiny random model with a tokenizer of its own, as a Hugging Face style folder, and the config that scores
 it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from helpers.tokenizers import byte_level_bpe, write_folder
 
 VOCAB_SIZE = 320
 SHAPE = {
@@ -29,31 +29,9 @@ TEXT = "\n".join(
 )
 
 
-def trained_tokenizer(text: str, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE trained on a text, with BOS 0 and EOS 1."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    return tokenizer
-
-
 def write_tokenizer(folder: Path) -> None:
     """The tokenizer of ``TEXT``, as a folder has it."""
-    trained_tokenizer(TEXT, VOCAB_SIZE).save(str(folder / "tokenizer.json"))
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "add_bos_token": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    write_folder(byte_level_bpe(TEXT, VOCAB_SIZE), folder, "</s>")
 
 
 def write_model(folder: Path, seed: int = 0, **sizes: int) -> Any:

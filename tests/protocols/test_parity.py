@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from helpers.pipeline import encoder_of, score, texts, tiny_llama, tiny_tokenizer
+from helpers.pipeline import score, texts, tiny_llama
+from helpers.tokenizers import encoder_of, tiny_tokenizer
 from ppl_eval import protocols
 
 LIMIT = 1e-6

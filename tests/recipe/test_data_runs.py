@@ -54,10 +54,11 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
     }
     forms["sft"] = {
         "_component_": "ppl_eval.data.sft",
-        "dataset": {"_component_": "test_samples.list_dataset", "samples": SAMPLES},
+        "dataset": {"_component_": "helpers.own_components.list_dataset", "samples": SAMPLES},
     }
+    forms["own"] = {"_component_": "helpers.own_components.Countdown", "sizes": [40, 99], "remark": "counted"}
     env = {"PPL_EVAL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[1])}
-    jobs: dict[int, list[str]] = {1: list(forms), 2: ["jsonl", "domains", "sft"], 3: ["saved", "sft"]}
+    jobs: dict[int, list[str]] = {1: list(forms), 2: ["jsonl", "domains", "sft", "own"], 3: ["saved", "sft"]}
     for num_processes, names in jobs.items():
         argvs = []
         for name in names:
@@ -72,7 +73,7 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
         done = many(num_processes, argvs, tmp_path, env)
         assert done.code == 0, done.output
     results = {(name, n): result_of(tmp_path / f"{name}{n}") for n, names in jobs.items() for name in names}
-    text = [result for (name, _), result in results.items() if name not in ("sft", "domains")]
+    text = [result for (name, _), result in results.items() if name not in ("sft", "domains", "own")]
     assert len({result["nll_sum_hex"] for result in text}) == 1
     assert len({json.dumps(result["dataset"]["fingerprint"]) for result in text}) == 1
     assert text[0]["num_documents"] == len(documents)
@@ -81,6 +82,11 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
     # Both domains are the same text, and joined apart: each is the whole of the run without domains.
     for part in ("left", "right"):
         assert twice[0]["domains"][part]["nll_sum"] == text[0]["nll_sum"]
+    own = [results["own", n] for n in (1, 2)]
+    assert own[0]["nll_sum_hex"] == own[1]["nll_sum_hex"]
+    assert own[0]["num_documents"] == 2
+    assert own[0]["dataset"]["name"] == "countdown"
+    assert "counted" in own[0]["notes"]
     samples = [result for (name, _), result in results.items() if name == "sft"]
     assert len({result["nll_sum_hex"] for result in samples}) == 1
     assert [result["num_tokens"] for result in samples] == [3 + 7 + 3] * 3

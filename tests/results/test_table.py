@@ -10,7 +10,6 @@ import pytest
 from ppl_eval.config.files import write_json
 from ppl_eval.metrics.figures import figures
 from ppl_eval.metrics.totals import Totals, WindowScores
-from ppl_eval.results import table as report
 from ppl_eval.results.progress import Progress
 
 

@@ -185,8 +185,8 @@ def checked(encoded: Iterable[EncodedChunk]) -> Iterator[EncodedChunk]:
 
 
 def _find_cut(before: str, text: str, begin: int, encode: Encode) -> int | None:
-    """Find a position at or after ``begin`` where a seam should hold, with ``CONTEXT_CHARS`` of text behind it;
-    None if none is found.
+    """Find a position at or after ``begin`` where a seam should hold, with ``CONTEXT_CHARS`` of text behind
+    it; None if there is none.
     """
     end = len(text) - CONTEXT_CHARS
     for likely in _LIKELY:

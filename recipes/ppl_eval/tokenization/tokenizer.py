@@ -56,7 +56,7 @@ class TextEncoder:
         return self.encoding.encode(text)
 
     def bos_tokens(self, policy: str) -> list[int]:
-        """Return the ids that go before a text under a BOS policy; ``each_window`` leaves that to the windows.
+        """Return the ids before a text under a BOS policy; ``each_window`` leaves that to the windows.
 
         Raises:
             ValueError: if BOS is wanted and the tokenizer has none.
@@ -97,8 +97,9 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
 
 
 def _vocab_size(tokenizer: Any) -> int:
-    """Return one more than the highest id. (What torchtune's classes call ``vocab_size`` may leave special tokens
-    out, and Qwen's have no such name.)
+    """Return one more than the highest id.
+
+    What torchtune's classes call ``vocab_size`` may leave special tokens out, and Qwen's have no such name.
     """
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None and hasattr(inner, "get_vocab"):

@@ -28,9 +28,9 @@ class TextSize(NamedTuple):
 class TextCounter:
     r"""Counts one document, part by part.
 
-    ``white_space`` counts as lm-evaluation-harness does, ``len(re.split(r"\s+", text))``: empty strings at the
-    ends count. ``space`` counts as Megatron-LM's zero-shot evaluation does, ``len(text.strip().split(" "))``:
-    two spaces hold an empty word.
+    ``white_space`` counts as lm-evaluation-harness does, ``len(re.split(r"\s+", text))``: empty strings at
+    the ends count. ``space`` counts as Megatron-LM's zero-shot evaluation does,
+    ``len(text.strip().split(" "))``: two spaces hold an empty word.
 
     Args:
         separator: what separates words, one of ``SEPARATORS``.

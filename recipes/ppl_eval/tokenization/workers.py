@@ -108,7 +108,7 @@ def _ask(idle: "queue.SimpleQueue[subprocess.Popen[bytes]]", chunks: list[Chunk]
     except (BrokenPipeError, EOFError) as error:
         code = worker.wait()
         raise RuntimeError(
-            f"a tokeniser process (pid {worker.pid}) ended with exit code {code}; its own messages are above. "
+            f"a tokeniser process (pid {worker.pid}) ended with exit code {code}; its messages are above. "
             "A negative code is a signal: -9 mostly means that the machine ran out of memory"
         ) from error
     finally:
