@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.texts import nasty_text
-from helpers.tokenizers import hard_bpe, hf_encoder, write_folder
+from helpers.tiny_tokenizers import hard_bpe, hf_encoder, write_folder
 from ppl_eval.data.array_cache import ArrayWriter, open_array
 from ppl_eval.data.token_data import open_tokens
 

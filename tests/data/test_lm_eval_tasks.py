@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
 from helpers.pipeline import score, tiny_llama
-from helpers.tokenizers import encoder_of, tiny_tokenizer
+from helpers.tiny_tokenizers import encoder_of, tiny_tokenizer
 from ppl_eval import protocols
 from ppl_eval.data import input_files, lm_eval_task
 from ppl_eval.data import lm_eval_tasks as lm_eval_data

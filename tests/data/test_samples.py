@@ -15,7 +15,7 @@ from torchtune.models.llama3_2 import llama3_2
 from helpers.own_components import ListDataset
 from helpers.sources import tokens_of
 from helpers.texts import ALPACA
-from helpers.tokenizers import hf_encoder, llama3_tokenizer
+from helpers.tiny_tokenizers import hf_encoder, llama3_tokenizer
 from ppl_eval.data import domains, sft
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.protocols.batches import WindowBatches, expected_lanes, masked_targets

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from helpers.own_components import ListDataset
 from helpers.sources import tokens_of
 from helpers.text_forms import DOCUMENTS, rows, write_jsonl, write_plain
-from helpers.tokenizers import hf_encoder
+from helpers.tiny_tokenizers import hf_encoder
 from ppl_eval.config.components import instantiate
 from ppl_eval.data import domains, text_files
 from ppl_eval.data.documents import digest_of

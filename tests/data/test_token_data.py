@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.sources import listed, tokens_of
-from helpers.tokenizers import hf_encoder
+from helpers.tiny_tokenizers import hf_encoder
 from ppl_eval.data import TextSource, input_files, text_files
 from ppl_eval.data.documents import Part
 from ppl_eval.data.sources import EncodeRequest

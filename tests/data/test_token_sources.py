@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from helpers.sources import tokens_of
+from helpers.tiny_tokenizers import hf_encoder
 from helpers.token_files import IDS, SEPARATOR, write_bin, write_megatron
-from helpers.tokenizers import hf_encoder
 from ppl_eval.data import domains, token_files
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens

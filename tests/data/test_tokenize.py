@@ -8,7 +8,7 @@ import pytest
 
 from helpers.sources import listed, tokens_of
 from helpers.texts import nasty_text
-from helpers.tokenizers import hf_encoder
+from helpers.tiny_tokenizers import hf_encoder
 from ppl_eval.data import TextSource, text_files, tokenize
 from ppl_eval.data.documents import Part
 from ppl_eval.data.text_sources import source_of_parts

@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers.texts import ALPACA
+from helpers.tiny_tokenizers import llama3_tokenizer
 from helpers.token_files import IDS, write_bin, write_megatron
-from helpers.tokenizers import llama3_tokenizer
 from ppl_eval.config.components import instantiate
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens

@@ -11,7 +11,7 @@ from torchtune.models.llama3 import llama3
 from torchtune.modules import TransformerDecoder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.tokenizers import TINY_VOCAB_SIZE
+from helpers.tiny_tokenizers import TINY_VOCAB_SIZE
 from ppl_eval.data import TextSource
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import TokenData, open_tokens, prepare_tokens

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from helpers.tokenizers import byte_level_bpe, write_folder
+from helpers.tiny_tokenizers import byte_level_bpe, write_folder
 
 VOCAB_SIZE = 320
 SHAPE = {

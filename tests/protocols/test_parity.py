@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from helpers.pipeline import score, texts, tiny_llama
-from helpers.tokenizers import encoder_of, tiny_tokenizer
+from helpers.tiny_tokenizers import encoder_of, tiny_tokenizer
 from ppl_eval import protocols
 
 LIMIT = 1e-6

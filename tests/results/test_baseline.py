@@ -4,7 +4,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from helpers.tokenizers import hf_encoder
+from helpers.tiny_tokenizers import hf_encoder
 from ppl_eval.data import TextSource
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.chunks import in_chunks
 from helpers.texts import FRAGMENTS, nasty_text
-from helpers.tokenizers import hard_bpe, hf_encoding
+from helpers.tiny_tokenizers import hard_bpe, hf_encoding
 from ppl_eval.tokenization import chunking
 from ppl_eval.tokenization.encoders import Encoding, encode_hf
 

@@ -10,7 +10,7 @@ from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
 from helpers.chunks import in_chunks
 from helpers.texts import corpus, nasty_text
-from helpers.tokenizers import hard_bpe, llama3_tokenizer, write_folder
+from helpers.tiny_tokenizers import hard_bpe, llama3_tokenizer, write_folder
 from ppl_eval.tokenization import chunking
 from ppl_eval.tokenization.encoders import encoding_of
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from helpers.texts import nasty_text
-from helpers.tokenizers import hf_encoding
+from helpers.tiny_tokenizers import hf_encoding
 from ppl_eval.tokenization import chunking, workers
 
 
