@@ -9,7 +9,7 @@ import pytest
 from helpers.sources import tokens_of
 from helpers.tiny_tokenizers import hf_encoder
 from helpers.token_files import IDS, SEPARATOR, write_bin, write_megatron
-from ppl_eval.data import domains, token_files
+from ppl_eval.data import domains, input_files, token_files
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens
 from ppl_eval.protocols.disjoint import disjoint
@@ -199,8 +199,10 @@ def test_a_plan_over_a_token_file_needs_no_memory_for_its_windows(
 
 @pytest.mark.parametrize("two_first", [False, True])
 def test_notes_are_those_of_the_run_and_not_of_the_cache(
-    encoder: TextEncoder, tmp_path: Path, two_first: bool
+    encoder: TextEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_first: bool
 ) -> None:
+    # As if the files had been there for long, so that their stamps count.
+    monkeypatch.setattr(input_files, "_RACY_NS", 0)
     # The same documents from one file and from two, with and without a note about BOS.
     one = token_files(write_bin(tmp_path / "one.bin"), separator=SEPARATOR)
     two = token_files([write_bin(tmp_path / "a.bin", IDS[:6]), write_bin(tmp_path / "b.bin", IDS[6:])])
