@@ -8,6 +8,7 @@ the bits of the checkpoint that training wrote.
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torchtune.modules.peft import get_merged_lora_ckpt
 
-from ppl_eval.checkpoints.convert import converter_of
 from ppl_eval.checkpoints.folder import ADAPTER_FILES
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict, name_some
 from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
+from ppl_eval.models.converters import head_layout
+from ppl_eval.models.families import family_of_model_type
 
 PEFT_PREFIX = "base_model.model."
 PROBED_LAYERS = 8
@@ -155,21 +157,13 @@ def _peft_pairs(
             " it first"
         )
     _refuse_rest(rest)
-    converter = converter_of("hf", model_type, hf_config)
-    assert isinstance(converter, partial)
-    keywords = dict(converter.keywords)
+    converter, layout = family_of_model_type(model_type).converter, head_layout(hf_config)
     pairs = {}
     for name in names:
         a, b = (_read(stored, f"{name}.{end}.weight") for end in ("lora_A", "lora_B"))
-        if "head_dim" in converter.keywords:  # it reorders rows, and must know that B has only `rank` columns
-            whole = converter.keywords
-            keywords |= {
-                "dim": b.shape[1],
-                "head_dim": whole["head_dim"] or whole["dim"] // whole["num_heads"],
-            }
-        for target, part in converter.func(
-            {f"{name.removeprefix(PEFT_PREFIX)}.weight": b}, **keywords
-        ).items():
+        # B has the rows of the whole weight, but only `rank` columns.
+        of_b = replace(layout, columns=b.shape[1])
+        for target, part in converter({f"{name.removeprefix(PEFT_PREFIX)}.weight": b}, of_b).items():
             pairs[target] = Pair(a, part, None)
     return pairs
 

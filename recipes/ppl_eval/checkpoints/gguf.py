@@ -16,9 +16,9 @@ import torch
 
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
 from ppl_eval.checkpoints.safetensors import StoredTensor, check_readable, map_tensor
+from ppl_eval.models import families
 
 ARCHITECTURE = "llama"
-MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL")
 WHOLE_NAMES = {
     "token_embd.weight": "tok_embeddings.weight",
     "output_norm.weight": "norm.scale",
@@ -121,9 +121,13 @@ def _check_kind(path: Path, fields: dict[str, Any], model_type: str) -> None:
         raise ValueError(
             f"{path} holds the architecture {architecture!r}; of GGUF files only {ARCHITECTURE!r} is read"
         )
-    if model_type not in MODEL_TYPES:
+    allowed = sorted(
+        {family.model_type for family in families.FAMILIES if family.architecture.gguf == architecture}
+    )
+    if model_type not in allowed:
         raise ValueError(
-            f"{path} is of the llama architecture; checkpointer.model_type can be {', '.join(MODEL_TYPES)}"
+            f"{path} is of the {architecture} architecture; checkpointer.model_type can be"
+            f" {', '.join(allowed)}"
         )
     if fields.get("split.count", 0) > 1:
         raise ValueError(

@@ -15,9 +15,10 @@ from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.models.phi3._position_embeddings import Phi3RotaryPositionalEmbeddings
 from torchtune.modules import MultiHeadAttention, TransformerDecoder, TransformerSelfAttentionLayer
 
-from ppl_eval.models import attention, hf_config
+from ppl_eval.models import attention
 
-HFConfig = Mapping[str, Any]
+# What config.json says, defaults filled in (``families.Architecture.facts``); None without one.
+Facts = Mapping[str, Any] | None
 
 
 def builder_name(builder: str) -> str:
@@ -48,7 +49,7 @@ class Gemma2Layer(TransformerSelfAttentionLayer):
         return h + self.mlp_norm(self.mlp(self.mlp_scale(h)))
 
 
-def gemma2_builder_caps(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
+def gemma2_builder_caps(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
     """Undoes the swap of the two caps in torchtune's sized builders: 30 for attention, 50 for logits."""
     if builder_name(builder) not in ("gemma2_2b", "gemma2_9b", "gemma2_27b") or not _uncorrected_gemma2(
         model
@@ -63,7 +64,7 @@ def gemma2_builder_caps(model: TransformerDecoder, builder: str, config: HFConfi
     ]
 
 
-def gemma2_final_softcap(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
+def gemma2_final_softcap(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
     """Moves the final cap from the normed hidden state to the logits: the scorer applies the attribute."""
     if not isinstance(model.norm, Gemma2FinalNorm) or isinstance(model.norm.logit_capping, nn.Identity):
         return []
@@ -75,7 +76,7 @@ def gemma2_final_softcap(model: TransformerDecoder, builder: str, config: HFConf
     ]
 
 
-def gemma2_layers(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
+def gemma2_layers(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
     """Puts the feed-forward's norms in order and lets attention run in blocks, without a T x T mask."""
     if not _uncorrected_gemma2(model):
         return []
@@ -116,14 +117,14 @@ def _uncorrected_gemma2(model: TransformerDecoder) -> bool:
 # windows
 
 
-def sliding_windows(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
+def sliding_windows(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
     """Gives each layer the window that config.json names; torchtune's builders have none."""
-    if config is None:
+    if facts is None:
         return [
             f"{builder_name(builder)}: no config.json, so no sliding window is applied "
             "(Mistral-7B-v0.1 has 4096, Phi-3-mini-4k 2047)"
         ]
-    windows = hf_config.sliding_windows(config)
+    windows = facts["sliding_window"]
     if len(windows) != len(model.layers) or not any(windows):
         return []  # A wrong number of layers is the config check's to report.
     for layer, window in zip(model.layers, windows, strict=True):
@@ -214,7 +215,7 @@ class Phi3RoPE(nn.Module):
         return torch.cat((rotated.type_as(x_BTHD), passed), dim=-1)
 
 
-def phi4_rope_base(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
+def phi4_rope_base(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
     """Gives phi4_14b the RoPE base of microsoft/phi-4, 250,000; torchtune's builder leaves Phi-3's 10,000."""
     ropes = {layer.attn.pos_embeddings for layer in model.layers}
     if builder_name(builder) != "phi4_14b" or any(rope.base != 10_000 for rope in ropes):
@@ -226,20 +227,21 @@ def phi4_rope_base(model: TransformerDecoder, builder: str, config: HFConfig | N
     return ["phi4_14b: RoPE base 250000 as in microsoft/phi-4; torchtune's builder has 10000"]
 
 
-def phi3_rotary(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
+def phi3_rotary(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
     """Partial rotation and LongRoPE where config.json asks for them; torchtune knows neither."""
-    if config is None or not isinstance(model.layers[0].attn.pos_embeddings, Phi3RotaryPositionalEmbeddings):
+    if facts is None or not isinstance(model.layers[0].attn.pos_embeddings, Phi3RotaryPositionalEmbeddings):
         return []
-    scaling, partial = hf_config.rope_scaling(config), hf_config.partial_rotary_factor(config)
+    scaling = facts["rope_scaling"]
+    is_partial = facts["rotary_dim"] != facts["head_dim"]
     if scaling["rope_type"] not in ("default", "longrope") or (
-        scaling["rope_type"] == "default" and partial == 1.0
+        scaling["rope_type"] == "default" and not is_partial
     ):
         return []
     old = model.layers[0].attn.pos_embeddings
     with old.theta.device:
         rope = Phi3RoPE(
             dim=old.dim,
-            rotary_dim=int(old.dim * partial),
+            rotary_dim=old.dim * facts["rotary_dim"] // facts["head_dim"],
             base=old.base,
             short_factor=scaling.get("short_factor"),
             long_factor=scaling.get("long_factor"),
