@@ -211,16 +211,12 @@ def test_damaged_torch_files_are_named_with_their_sizes(tmp_path, weights):
     section = tiny.write_tune(tmp_path, weights)
     path = tmp_path / "model.pt"
     whole = path.read_bytes()
-    num_bytes = sum(t.numel() * t.element_size() for t in weights.values())
     flipped = bytearray(whole)
     start = whole.index(b"data.pkl") + 200
     flipped[start : start + 30] = b"\xee" * 30
     for content, told in (
-        (
-            whole[: len(whole) // 2],
-            rf"expected at least {num_bytes} bytes of weights, found {len(whole) // 2}",
-        ),
-        (whole[:100], "truncated.*found 100"),
+        (whole[: len(whole) // 2], f"truncated after {len(whole) // 2} bytes"),
+        (whole[:100], "truncated after 100 bytes"),
         (bytes(flipped), rf"\({len(whole)} bytes\) is corrupt or no torch checkpoint"),
         (b"hello" * 100, r"\(500 bytes\) is corrupt or no torch checkpoint"),
     ):
