@@ -1,7 +1,7 @@
 """The names that each form gives its weights, turned into torchtune's by torchtune's own converters.
 
 Every converter works key by key, so each key is converted when its tensor is read; running the converter on
-a tensor of the meta device first tells the new names and shapes without reading anything.
+a tensor of the meta device first gives the new names and shapes without reading anything.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,10 @@ Converter = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def index_files(paths: list[Path], *, form: str, allow_unsafe_pickle: bool, notes: list[str]) -> Stored:
-    """All tensors of all files by the files' own names.
+    """Index all tensors of all files by the files' own names.
 
     Raises:
-        ValueError: a file is truncated, corrupt or no checkpoint, or two files hold the same name.
+        ValueError: if a file is truncated, corrupt or no checkpoint, or two files hold the same name.
     """
     if form == "meta" and len(paths) > 1:
         raise ValueError(
@@ -59,13 +59,14 @@ def index_files(paths: list[Path], *, form: str, allow_unsafe_pickle: bool, note
 
 
 def convert(stored: Stored, *, form: str, model_type: str, hf_config: dict[str, Any] | None) -> LazyStateDict:
-    """The stored tensors under torchtune's names, converted when they are read.
+    """Put the stored tensors under torchtune's names, converted when they are read.
 
     A name that the converter does not know is kept as it is: the comparison with the model then reports it
     together with everything else that does not fit.
 
     Raises:
-        ValueError: unknown model type, no config.json for the HF form, or shapes that contradict config.json.
+        ValueError: for an unknown model type, no config.json for the HF form, or shapes that contradict
+            config.json.
     """
     converter = _converter_of(form, model_type, hf_config)
     lazy = LazyStateDict()

@@ -41,10 +41,10 @@ class Difference:
     """A constant in which the built model departs from config.json.
 
     Attributes:
-        key: The key in config.json.
-        expected: Its value there.
-        actual: What the model uses.
-        remedy: What to type to mend it.
+        key: the key in config.json.
+        expected: its value there.
+        actual: what the model uses.
+        remedy: what to type to remove the difference.
     """
 
     key: str
@@ -53,26 +53,26 @@ class Difference:
     remedy: str
 
     def __str__(self) -> str:
-        """One line: key, both values, remedy."""
+        """Return one line: key, both values, remedy."""
         return f"{self.key}: config.json says {self.expected}, the model has {self.actual}; {self.remedy}"
 
 
 def check_config(
     model: TransformerDecoder, builder: str, config: HFConfig | None, model_type: str | None = None
 ) -> list[Difference]:
-    """Compares the built and corrected model with the checkpoint's config.json.
+    """Compare the built and corrected model with the checkpoint's config.json.
 
     Args:
-        model: The model, on any device, before quantisation and sharding.
-        builder: The builder's dotted path, `model._component_` of the config.
-        config: The checkpoint's config.json; None compares nothing but `model_type`.
-        model_type: The checkpointer's `model_type`; None if the checkpointer needs none.
+        model: the model, on any device, before quantisation and sharding.
+        builder: the builder's dotted path, ``model._component_`` of the config.
+        config: the checkpoint's config.json; None compares nothing but ``model_type``.
+        model_type: the checkpointer's ``model_type``; None if the checkpointer needs none.
 
     Returns:
         Every difference, in the order of the facts.
 
     Raises:
-        ValueError: If the family or the architecture is not supported, or config.json lacks a size.
+        ValueError: if the family or the architecture is not supported, or config.json lacks a size.
     """
     family = families.family_of(builder)
     differences = []
@@ -111,7 +111,7 @@ def _same(expected: Any, actual: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """A value in few characters: layer by layer lists and LongRoPE's factors are long."""
+    """Write a value in few characters: layer by layer lists and LongRoPE's factors are long."""
     if isinstance(value, list):
         if all(item == value[0] for item in value):
             return f"{value[0]} in every layer"
@@ -132,22 +132,22 @@ def _remedy(key: str, value: Any, builder: str, config: HFConfig) -> str:
         if argument in parameters and wanted is not None:
             return f"set model.{argument}={wanted}"
     return (
-        f"{builder} cannot be told; use this section, and if it differs too, torchtune 0.6.1 cannot build "
-        f"the model:\n{model_section(config)}"
+        f"{builder} has no argument for it; use this section, and if it differs too, torchtune"
+        f" 0.6.1 cannot build the model:\n{model_section(config)}"
     )
 
 
 def model_section(config: HFConfig) -> str:
-    """The `model:` section of a config that builds what config.json describes, as far as torchtune can."""
+    """Return the ``model:`` section that builds what config.json describes, as far as torchtune can."""
     arguments = model_arguments(config)
     return "\n".join(["    model:", *(f"      {key}: {value}" for key, value in arguments.items())])
 
 
 def model_arguments(config: HFConfig) -> dict[str, Any]:
-    """Component and arguments that build what config.json describes, as far as torchtune's components can.
+    """Return component and arguments that build what config.json describes, as far as torchtune can.
 
     Raises:
-        ValueError: If no component builds this architecture.
+        ValueError: if no component builds this architecture.
     """
     architecture = families.architecture_of(config)
     facts, component = architecture.facts(config), architecture.component

@@ -1,10 +1,11 @@
-"""What torchtune 0.6.1 computes differently from transformers, mended in place on the built model.
+"""What torchtune 0.6.1 computes differently from transformers, corrected in place on the built model.
 
-Each correction takes `(model, builder, hf_config)`, works on meta and on real tensors, may be applied twice,
-changes no parameter's name (torchtune's checkpoints keep loading) and returns one line for the result per
-thing it did. docs/families.md gives the size of every error.
+Each correction takes ``(model, builder, facts)``, works on meta and on real tensors, may be applied
+twice, changes no parameter's name (torchtune's checkpoints keep loading) and returns one line for the result
+per thing it did. docs/families.md gives the size of every error.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,35 +23,28 @@ Facts = Mapping[str, Any] | None
 
 
 def builder_name(builder: str) -> str:
-    """The last part of a builder's dotted path, without the `lora_` or `qlora_` of its adapter forms."""
-    return (
-        builder.rpartition(".")[2].removeprefix("q").removeprefix("lora_")
-        if "lora_" in builder
-        else builder.rpartition(".")[2]
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Gemma 2
+    """Return the last part of a builder's dotted path, without ``lora_`` or ``qlora_``."""
+    return re.sub("^q?lora_", "", builder.rpartition(".")[2])
 
 
 class Gemma2Layer(TransformerSelfAttentionLayer):
     """Gemma 2's layer with the two norms around its feed-forward in their places.
 
-    torchtune's converter stores transformers' `pre_feedforward_layernorm` as `mlp_scale` and
-    `post_feedforward_layernorm` as `mlp_norm`, and the layer applies `mlp_norm` before the feed-forward. The
-    names stay, so that checkpoints which torchtune wrote load too; the order of use is turned round.
+    torchtune's converter stores transformers' ``pre_feedforward_layernorm`` as ``mlp_scale`` and
+    ``post_feedforward_layernorm`` as ``mlp_norm``, and the layer applies ``mlp_norm`` before the
+    feed-forward. The names stay, so that checkpoints which torchtune wrote load too; the order of use is
+    exchanged.
     """
 
     def forward(self, x: Tensor, *, mask: Any = None, input_pos: Tensor | None = None, **_: Any) -> Tensor:
-        """Maps hidden states [B, T, D] to the next layer's, like the layer it replaces."""
+        """Map hidden states [B, T, D] to the next layer's, like the layer it replaces."""
         h = self.sa_norm(x)
         h = x + self.sa_scale(self.attn(h, h, mask=mask, input_pos=input_pos))
         return h + self.mlp_norm(self.mlp(self.mlp_scale(h)))
 
 
 def gemma2_builder_caps(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
-    """Undoes the swap of the two caps in torchtune's sized builders: 30 for attention, 50 for logits."""
+    """Undo the swap of the two caps in torchtune's sized builders: 30 for attention, 50 for logits."""
     if builder_name(builder) not in ("gemma2_2b", "gemma2_9b", "gemma2_27b") or not _uncorrected_gemma2(
         model
     ):
@@ -65,7 +59,7 @@ def gemma2_builder_caps(model: TransformerDecoder, builder: str, facts: Facts) -
 
 
 def gemma2_final_softcap(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
-    """Moves the final cap from the normed hidden state to the logits: the scorer applies the attribute."""
+    """Move the final cap from the normed hidden state to the logits: the scorer applies the attribute."""
     if not isinstance(model.norm, Gemma2FinalNorm) or isinstance(model.norm.logit_capping, nn.Identity):
         return []
     model.final_logit_softcap = float(model.norm.capping_value)
@@ -77,7 +71,7 @@ def gemma2_final_softcap(model: TransformerDecoder, builder: str, facts: Facts) 
 
 
 def gemma2_layers(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
-    """Puts the feed-forward's norms in order and lets attention run in blocks, without a T x T mask."""
+    """Put the feed-forward's norms in order and run attention in blocks, without a T x T mask."""
     if not _uncorrected_gemma2(model):
         return []
     for index, layer in enumerate(model.layers):
@@ -113,12 +107,8 @@ def _uncorrected_gemma2(model: TransformerDecoder) -> bool:
     return isinstance(model.layers[0].attn, Gemma2Attention)
 
 
-# -------------------------------------------------------------------------------------------------- sliding
-# windows
-
-
 def sliding_windows(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
-    """Gives each layer the window that config.json names; torchtune's builders have none."""
+    """Give each layer the window that config.json names; torchtune's builders have none."""
     if facts is None:
         return [
             f"{builder_name(builder)}: no config.json, so no sliding window is applied "
@@ -137,30 +127,26 @@ def sliding_windows(model: TransformerDecoder, builder: str, facts: Facts) -> li
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Phi
-
-
 class Phi3RoPE(nn.Module):
     """Rotary positions of the Phi-3 architecture: on a part of the head, with LongRoPE's factors.
 
     inv_freq_i = 1 / (factor_i * base ** (2i / rotary_dim)); cosine and sine are multiplied by
-    `attention_factor`. As in transformers, the long factors serve a whole batch as soon as one position in it
-    reaches `original_max_seq_len`.
-    Source: LongRoPE (arXiv:2402.13753) and transformers' `_compute_longrope_parameters`.
+    ``attention_factor``. As in transformers, the long factors serve a whole batch as soon as one position in
+    it reaches ``original_max_seq_len``.
+    Source: LongRoPE (arXiv:2402.13753) and transformers' ``_compute_longrope_parameters``.
 
     Args:
-        dim: Head size.
-        rotary_dim: How many of its channels are rotated.
+        dim: head size.
+        rotary_dim: how many of its channels are rotated.
         base: RoPE base.
-        short_factor: One divisor per frequency, for short sequences; None for all ones.
-        long_factor: The same for sequences longer than `original_max_seq_len`.
-        original_max_seq_len: Longest sequence, in tokens, of the short factors.
-        attention_factor: Factor on cosine and sine.
+        short_factor: one divisor per frequency, for short sequences; None for all ones.
+        long_factor: the same for sequences longer than ``original_max_seq_len``.
+        original_max_seq_len: longest sequence, in tokens, of the short factors.
+        attention_factor: factor on cosine and sine.
 
     Attributes:
-        sequence_length: Tokens in the whole sequence where a rank has a part of it (context parallelism);
-            None where `input_pos` tells.
+        sequence_length: tokens in the whole sequence where a rank has a part of it (context parallelism);
+            None where ``input_pos`` says it.
     """
 
     theta: Tensor
@@ -172,6 +158,7 @@ class Phi3RoPE(nn.Module):
         dim: int,
         rotary_dim: int,
         base: float,
+        *,
         short_factor: list[float] | None = None,
         long_factor: list[float] | None = None,
         original_max_seq_len: int = 0,
@@ -188,7 +175,7 @@ class Phi3RoPE(nn.Module):
         self.rope_init()
 
     def rope_init(self) -> None:
-        """Computes the frequencies on the default device; loaders call it after building on meta."""
+        """Compute the frequencies on the default device; loaders call it after building on meta."""
         exponent = torch.arange(0, self.rotary_dim, 2).float() / self.rotary_dim
         for name, factor in (("theta", self.short_factor), ("theta_long", self.long_factor)):
             divisor = (
@@ -197,7 +184,7 @@ class Phi3RoPE(nn.Module):
             self.register_buffer(name, 1.0 / (divisor * self.base**exponent), persistent=False)
 
     def forward(self, x_BTHD: Tensor, input_pos: Tensor | None = None) -> Tensor:
-        """Rotates queries or keys [B, T, H, D]; `input_pos` [B, T] or None for 0 to T - 1."""
+        """Rotate queries or keys [B, T, H, D]; ``input_pos`` [B, T] or None for 0 to T - 1."""
         num_positions = x_BTHD.shape[1]
         position = torch.arange(num_positions, device=x_BTHD.device)[None] if input_pos is None else input_pos
         theta = self.theta
@@ -216,7 +203,7 @@ class Phi3RoPE(nn.Module):
 
 
 def phi4_rope_base(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
-    """Gives phi4_14b the RoPE base of microsoft/phi-4, 250,000; torchtune's builder leaves Phi-3's 10,000."""
+    """Give phi4_14b the RoPE base of microsoft/phi-4, 250,000; torchtune's builder leaves Phi-3's 10,000."""
     ropes = {layer.attn.pos_embeddings for layer in model.layers}
     if builder_name(builder) != "phi4_14b" or any(rope.base != 10_000 for rope in ropes):
         return []
@@ -228,7 +215,7 @@ def phi4_rope_base(model: TransformerDecoder, builder: str, facts: Facts) -> lis
 
 
 def phi3_rotary(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
-    """Partial rotation and LongRoPE where config.json asks for them; torchtune knows neither."""
+    """Rotate a part of the head, and by LongRoPE, where config.json says so; torchtune does neither."""
     if facts is None or not isinstance(model.layers[0].attn.pos_embeddings, Phi3RotaryPositionalEmbeddings):
         return []
     scaling = facts["rope_scaling"]

@@ -83,7 +83,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Name of its package and of its folder under ``configs/``."""
+        """Return the name of its package and of its folder under ``configs/``."""
         return self.builders.rpartition(".")[2]
 
 
