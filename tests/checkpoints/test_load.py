@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import tiny_checkpoints as tiny
+from helpers.models import on_meta
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 
 
 def load(build, section, dtype=torch.bfloat16):
     opened = load_state_dict(section)
-    model = tiny.empty(build)
+    model = on_meta(build)
     opened.notes += load_into(model, opened.state_dict, dtype=dtype)
     return model, opened
 
@@ -138,7 +139,7 @@ def test_every_misfit_is_named_before_anything_is_loaded(tmp_path, weights):
     hf["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64, dtype=torch.bfloat16)
     save_file(hf, tmp_path / "model.safetensors")
     opened = load_state_dict(section)
-    model = tiny.empty(tiny.tied)
+    model = on_meta(tiny.tied)
     with pytest.raises(ValueError) as e:
         load_into(model, opened.state_dict, dtype=torch.bfloat16)
     told = str(e.value)

@@ -15,6 +15,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from torchtune.config._utils import _get_component_from_path
 
+from helpers.models import write_random
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.models.config_check import model_arguments
@@ -177,19 +178,7 @@ def checkpoint(name: str) -> Path:
     case = next(case for case in CASES if case.name == name)
     folder = Path(_FOLDER.name, case.name)
     config = getattr(transformers, case.config_class)(**SIZES | case.settings)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    random = torch.Generator().manual_seed(20)
-
-    def normal(tensor: torch.Tensor, mean: float, std: float) -> None:
-        tensor.copy_(torch.empty_like(tensor).normal_(mean, std, generator=random))
-
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if "norm" in name:  # Gemma's are offsets from 1
-                normal(tensor, 0.0 if "Gemma" in case.config_class else 1.0, 0.3)
-            else:
-                normal(tensor, 0.0, 0.7 if "embed_tokens" in name else 0.3)
-    model.save_pretrained(folder)
+    write_random(config, folder, seed=20)
     return folder
 
 
