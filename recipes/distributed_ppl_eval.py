@@ -199,12 +199,9 @@ class DistributedPPLEvalRecipe:
             decoder,
             source.checkpoint,
             self.settings,
-            device,
-            dtype,
-            dims,
-            dims.build_mesh(device.type),
-            batches,
-            process_group.divided_searches(self.world, device),
+            load.Placement(device, dtype, dims, dims.build_mesh(device.type)),
+            batches=batches,
+            share=process_group.divided_searches(self.world, device),
         )
         model.notes[:0] = notes
         return model

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from helpers import tiny_checkpoints as tiny
+from helpers.models import on_meta
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 
@@ -82,7 +83,7 @@ def test_gguf_equals_the_hf_form_of_the_same_numbers(tmp_path, section, kind):
         for name, w in weights.items()
     }
     opened = load_state_dict(section)
-    model = tiny.empty(tiny.tied)
+    model = on_meta(tiny.tied)
     load_into(model, opened.state_dict, dtype=torch.float32)
     expected = tiny.reference(tiny.tied, {name: w.float() for name, w in rounded.items()})
     assert torch.equal(tiny.logits(model), tiny.logits(expected))

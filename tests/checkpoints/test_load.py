@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import tiny_checkpoints as tiny
+from helpers.models import on_meta
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 
 
 def load(build, section, dtype=torch.bfloat16):
     opened = load_state_dict(section)
-    model = tiny.empty(build)
+    model = on_meta(build)
     opened.notes += load_into(model, opened.state_dict, dtype=dtype)
     return model, opened
 
@@ -138,7 +139,7 @@ def test_every_misfit_is_named_before_anything_is_loaded(tmp_path, weights):
     hf["model.layers.0.self_attn.q_proj.bias"] = torch.ones(64, dtype=torch.bfloat16)
     save_file(hf, tmp_path / "model.safetensors")
     opened = load_state_dict(section)
-    model = tiny.empty(tiny.tied)
+    model = on_meta(tiny.tied)
     with pytest.raises(ValueError) as e:
         load_into(model, opened.state_dict, dtype=torch.bfloat16)
     told = str(e.value)
@@ -211,16 +212,12 @@ def test_damaged_torch_files_are_named_with_their_sizes(tmp_path, weights):
     section = tiny.write_tune(tmp_path, weights)
     path = tmp_path / "model.pt"
     whole = path.read_bytes()
-    num_bytes = sum(t.numel() * t.element_size() for t in weights.values())
     flipped = bytearray(whole)
     start = whole.index(b"data.pkl") + 200
     flipped[start : start + 30] = b"\xee" * 30
     for content, told in (
-        (
-            whole[: len(whole) // 2],
-            rf"expected at least {num_bytes} bytes of weights, found {len(whole) // 2}",
-        ),
-        (whole[:100], "truncated.*found 100"),
+        (whole[: len(whole) // 2], f"truncated after {len(whole) // 2} bytes"),
+        (whole[:100], "truncated after 100 bytes"),
         (bytes(flipped), rf"\({len(whole)} bytes\) is corrupt or no torch checkpoint"),
         (b"hello" * 100, r"\(500 bytes\) is corrupt or no torch checkpoint"),
     ):

@@ -15,10 +15,11 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from torchtune.config._utils import _get_component_from_path
 
+from helpers.models import write_random
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.models.config_check import model_arguments
-from ppl_eval.models.families import FAMILIES, Family, correct
+from ppl_eval.models.families import correct, family_of
 from ppl_eval.scoring.nll import ScoringModel
 
 WINDOW = 16
@@ -53,6 +54,27 @@ LONGROPE = {
 }
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="family_models")
+
+
+# The builder of each family that takes every constant as an argument.
+BUILDERS = {
+    family: f"torchtune.models.{builder}"
+    for family, builder in {
+        "llama2": "llama2.llama2",
+        "code_llama2": "llama2.llama2",
+        "llama3": "llama3.llama3",
+        "llama3_1": "llama3_1.llama3_1",
+        "llama3_2": "llama3_2.llama3_2",
+        "llama3_3": "llama3_1.llama3_1",
+        "mistral": "mistral.mistral",
+        "gemma": "gemma.gemma",
+        "gemma2": "gemma2.gemma2",
+        "phi3": "phi3.phi3",
+        "phi4": "phi3.phi3",
+        "qwen2": "qwen2.qwen2",
+        "qwen2_5": "qwen2.qwen2",
+    }.items()
+}
 
 
 @dataclass(frozen=True)
@@ -150,29 +172,13 @@ def precision(dtype: torch.dtype, strict: bool = False):
         torch.set_default_dtype(before)
 
 
-def family_named(name: str) -> Family:
-    return next(family for family in FAMILIES if family.name == name)
-
-
 @functools.cache
 def checkpoint(name: str) -> Path:
     """A folder with a case's config.json and random weights, written by transformers, once a process."""
     case = next(case for case in CASES if case.name == name)
     folder = Path(_FOLDER.name, case.name)
     config = getattr(transformers, case.config_class)(**SIZES | case.settings)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    random = torch.Generator().manual_seed(20)
-
-    def normal(tensor: torch.Tensor, mean: float, std: float) -> None:
-        tensor.copy_(torch.empty_like(tensor).normal_(mean, std, generator=random))
-
-    with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if "norm" in name:  # Gemma's are offsets from 1
-                normal(tensor, 0.0 if "Gemma" in case.config_class else 1.0, 0.3)
-            else:
-                normal(tensor, 0.0, 0.7 if "embed_tokens" in name else 0.3)
-    model.save_pretrained(folder)
+    write_random(config, folder, seed=20)
     return folder
 
 
@@ -210,20 +216,20 @@ def build(
     **changed: Any,
 ) -> tuple[torch.nn.Module, dict[str, Any], list[str]]:
     """The family's torchtune model with a checkpoint's weights, its config.json and corrections' notes."""
-    family = family_named(case.family)
+    package = f"torchtune.models.{case.family}"
     loaded = load_state_dict(
         {
             "_component_": "torchtune.training.FullModelHFCheckpointer",
             "checkpoint_dir": str(folder),
-            "model_type": family.model_type,
+            "model_type": family_of(f"{package}.").model_type,
         }
     )
     config = loaded.hf_config
     with precision(dtype):
-        builder = _get_component_from_path(family.component)
+        builder = _get_component_from_path(BUILDERS[case.family])
         with torch.device("meta"):
-            model = builder(**arguments_for(config, family.component) | changed)
-        notes = mend(model, f"{family.package}.{family.name}", config)
+            model = builder(**arguments_for(config, BUILDERS[case.family]) | changed)
+        notes = mend(model, f"{package}.{case.family}", config)
         load_into(model, loaded.state_dict, dtype=dtype)
     return model.eval(), config, notes
 

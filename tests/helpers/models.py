@@ -1,6 +1,8 @@
-"""Tiny random models of torchtune's text families, alike on every rank."""
+"""Tiny random models: of torchtune's text families, alike on every rank, and of transformers, in a folder."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torchtune.models.gemma import gemma
@@ -16,6 +18,7 @@ from torchtune.modules import TransformerDecoder
 from ppl_eval.models import attention, families
 from ppl_eval.models.corrections import Phi3RoPE
 
+Build = Callable[[], TransformerDecoder]
 # 101 is prime: no degree of parallelism divides the vocabulary.
 VOCAB_SIZE = 101
 _BODY = {"num_layers": 2, "num_heads": 12, "num_kv_heads": 12, "embed_dim": 48, "max_seq_len": 64}
@@ -48,7 +51,7 @@ def _phi3_with_longrope() -> TransformerDecoder:
     return model
 
 
-BUILDERS: dict[str, Callable[[], TransformerDecoder]] = {
+BUILDERS: dict[str, Build] = {
     "llama2": lambda: llama2(**_SIZES, intermediate_dim=36),
     "llama3": lambda: llama3_1(**_GROUPED, intermediate_dim=36),
     "llama3_tied": lambda: llama3_2(**_GROUPED, intermediate_dim=36),
@@ -66,19 +69,42 @@ BUILDERS: dict[str, Callable[[], TransformerDecoder]] = {
 }
 
 
-def on_meta(name: str) -> TransformerDecoder:
-    """A model without values."""
+def on_meta(model: str | Build) -> TransformerDecoder:
+    """A model without values: one of ``BUILDERS`` by name, or what a function builds."""
+    build = BUILDERS[model] if isinstance(model, str) else model
     with torch.device("meta"):
-        return BUILDERS[name]().eval()
+        return build().eval()
 
 
-def random_weights(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Its weights, large enough that every part of the model matters to the NLL."""
+def random_weights(
+    model: str | Build, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Its weights, large enough that every part of the model matters to the NLL, norms not all one."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for key, parameter in on_meta(name).named_parameters():
+    for key, parameter in on_meta(model).named_parameters():
         scale = 0.3 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
-        weights[key] = torch.randn(parameter.shape, generator=generator) * scale
-        if key.endswith("scale"):
-            weights[key] += 1.0
+        values = torch.randn(parameter.shape, generator=generator) * scale
+        weights[key] = (1 + values if key.endswith("scale") else values).to(dtype)
     return weights
+
+
+def write_random(config: Any, folder: Path, seed: int = 0) -> Any:
+    """Write transformers' model of a config with weights of which each matters to the NLL; returns it.
+
+    Args:
+        config: one of transformers' config classes.
+        folder: where to write the model and its config.json.
+        seed: of the weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    offset_norm = 0.0 if "gemma" in config.model_type else 1.0  # Gemma's norm weights are offsets from 1.
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            mean, std = (offset_norm, 0.3) if "norm" in name else (0.0, 0.7 if "embed" in name else 0.3)
+            tensor.copy_(torch.empty_like(tensor).normal_(mean, std, generator=generator))
+    model.save_pretrained(folder)
+    return model

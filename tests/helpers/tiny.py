@@ -4,10 +4,11 @@ it."""
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from helpers.tiny_tokenizers import byte_level_bpe, write_folder
+
+from helpers.models import write_random
 
 VOCAB_SIZE = 320
 SHAPE = {
@@ -43,10 +44,9 @@ def write_model(folder: Path, seed: int = 0, **sizes: int) -> Any:
         seed: of its weights.
         **sizes: sizes other than those of ``SHAPE``.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig
 
     shape = {**SHAPE, **sizes}
-    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=shape["embed_dim"],
@@ -61,17 +61,7 @@ def write_model(folder: Path, seed: int = 0, **sizes: int) -> Any:
         bos_token_id=0,
         eos_token_id=1,
     )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("embed_tokens.weight"):
-                parameter.normal_(0, 0.6)
-            elif parameter.dim() == 2:
-                parameter.normal_(0, 0.3)
-            else:
-                parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    return model
+    return write_random(config, folder, seed)
 
 
 def write_config(path: Path, folder: Path, text: Path, **keys: Any) -> Path:

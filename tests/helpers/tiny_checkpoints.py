@@ -10,6 +10,8 @@ from torchtune.models.convert_weights import tune_to_hf, tune_to_meta
 from torchtune.models.llama2 import llama2
 from torchtune.models.llama3_2 import llama3_2
 
+from helpers import models
+
 HEADS, KV_HEADS, DIM, HIDDEN, LAYERS, VOCAB = 4, 2, 64, 128, 2, 96
 SIZES = {
     "vocab_size": VOCAB,
@@ -43,15 +45,8 @@ def untied() -> nn.Module:
 
 
 def random_weights(build, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A state dict under torchtune's names, with norms that are not all one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        shapes = {name: t.shape for name, t in build().state_dict().items()}
-    weights = {}
-    for name, shape in shapes.items():
-        values = torch.randn(shape, generator=generator) * 0.3
-        weights[name] = (1 + values if "scale" in name else values).to(dtype)
-    return weights
+    """A state dict under torchtune's names."""
+    return models.random_weights(build, seed, dtype)
 
 
 def reference(build, weights: dict[str, torch.Tensor]) -> nn.Module:
@@ -59,12 +54,6 @@ def reference(build, weights: dict[str, torch.Tensor]) -> nn.Module:
     model = build()
     model.load_state_dict(weights, assign=True)
     return model.eval()
-
-
-def empty(build) -> nn.Module:
-    """The model on the meta device, as the recipe builds it."""
-    with torch.device("meta"):
-        return build().eval()
 
 
 def logits(model: nn.Module) -> torch.Tensor:

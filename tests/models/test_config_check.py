@@ -8,19 +8,19 @@ import torch
 from torchtune.config._utils import _get_component_from_path
 
 from helpers.family_models import (
+    BUILDERS,
     CASES,
     LLAMA3_ROPE,
     LONG,
     build,
     checkpoint,
-    family_named,
     torchtune_nll,
     transformers_nll,
 )
 from helpers.published import PUBLISHED, SMOLLM2
 from ppl_eval.models import hf_config
-from ppl_eval.models.config_check import Difference, check_config, enforce, model_arguments, verify
-from ppl_eval.models.families import correct
+from ppl_eval.models.config_check import check_config, model_arguments, verify
+from ppl_eval.models.families import architecture_of, correct
 
 BY_NAME = {case.name: case for case in CASES}
 LLAMA3_8B = "torchtune.models.llama3.llama3_8b"
@@ -72,7 +72,7 @@ def test_a_wrong_constant_is_found_and_matters(name, changed, key, remedy):
     case = BY_NAME[name]
     folder = checkpoint(case.name)
     model, config, _ = build(case, folder, **changed)
-    (difference,) = check_config(model, family_named(case.family).component, config)
+    (difference,) = check_config(model, BUILDERS[case.family], config)
     assert (difference.key, difference.remedy) == (key, remedy)
     error = np.abs(
         torchtune_nll(model, LONG, torch.float32) - transformers_nll(folder, LONG, torch.float32)
@@ -197,7 +197,9 @@ def test_both_spellings_of_rope_mean_the_same():
     older = {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1], "long_factor": [2]}}
     assert hf_config.rope_theta(old) == hf_config.rope_theta(new) == 5e5
     assert hf_config.rope_scaling(old) == hf_config.rope_scaling(new)
-    assert hf_config.rope_scaling(older | {"max_position_embeddings": 131_072})["rope_type"] == "longrope"
+    sizes = {"max_position_embeddings": 131_072, "hidden_size": 64, "num_attention_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 3, "intermediate_size": 4}
+    assert architecture_of(older).facts(older | sizes)["rope_scaling"]["rope_type"] == "longrope"
     assert hf_config.rope_scaling({"rope_scaling": None, "rope_theta": 1e4}) == {"rope_type": "default"}
 
 
@@ -209,15 +211,14 @@ def test_a_config_json_without_a_size_is_named():
 
 
 def test_modes_of_enforcement():
-    differences = [Difference("rope_theta", 5e5, 1e4, "set model.rope_base=500000.0")]
-    line = "rope_theta: config.json says 500000.0, the model has 10000.0; set model.rope_base=500000.0"
+    config, model = config_of(LLAMA3_8B) | {"rope_theta": 1e4}, on_meta(LLAMA3_8B)
+    line = "rope_theta: config.json says 10000.0, the model has 500000.0; "
     with pytest.raises(ValueError, match="rope_theta") as error:
-        enforce(differences, "error")
+        verify(model, LLAMA3_8B, config, "error")
     assert line in str(error.value)
-    assert enforce(differences, "warn") == [f"config_check: {line}"]
-    assert enforce(differences, "off") == []
-    with pytest.raises(ValueError, match="one of error, warn, off"):
-        enforce([], "loud")
+    verdict, (note,) = verify(model, LLAMA3_8B, config, "warn")
+    assert verdict == "differs"
+    assert note.startswith(f"config_check: {line}")
 
 
 def test_verdicts():

@@ -9,13 +9,13 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import TransformerSelfAttentionLayer
 
 from helpers.family_models import (
+    BUILDERS,
     CASES,
     LONG,
     SHORT,
     WINDOW,
     build,
     checkpoint,
-    family_named,
     torchtune_nll,
     transformers_nll,
 )
@@ -23,7 +23,7 @@ from helpers.published import PUBLISHED
 from ppl_eval.models import attention
 from ppl_eval.models import corrections as family_corrections
 from ppl_eval.models.config_check import check_config
-from ppl_eval.models.families import correct, family_of
+from ppl_eval.models.families import architecture_of, correct, family_of
 
 BY_NAME = {case.name: case for case in CASES}
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -47,7 +47,8 @@ def all_but(*dropped):
     def mend(model, builder, config):
         kept = [step for step in family_of(builder).corrections if step not in dropped]
         model.final_logit_softcap = None
-        return [note for step in kept for note in step(model, builder, config)]
+        facts = architecture_of(config).facts(config)
+        return [note for step in kept for note in step(model, builder, facts)]
 
     return mend
 
@@ -59,7 +60,7 @@ def test_parity(case, num_inputs, dtype, tolerance):
     folder = checkpoint(case.name)
     expected = transformers_nll(folder, num_inputs, dtype)
     model, config, _ = build(case, folder, dtype)
-    assert check_config(model, family_named(case.family).component, config) == []
+    assert check_config(model, BUILDERS[case.family], config) == []
     actual = torchtune_nll(model, num_inputs, dtype)
     assert expected.dtype == actual.dtype
     assert expected.std() > 1  # far from uniform: a wrong model would be seen
@@ -149,12 +150,11 @@ def test_attend_refuses_a_mask_it_cannot_combine():
 
 @every_case
 def test_correcting_twice_changes_nothing_more_and_no_parameter_name(case):
-    family = family_named(case.family)
     model, config, _ = build(case, checkpoint(case.name), mend=lambda *_: [])
     names = list(model.state_dict())
-    correct(model, family.component, config)
+    correct(model, BUILDERS[case.family], config)
     once = torchtune_nll(model, LONG, torch.float32)
-    correct(model, family.component, config)
+    correct(model, BUILDERS[case.family], config)
     assert list(model.state_dict()) == names
     np.testing.assert_array_equal(torchtune_nll(model, LONG, torch.float32), once)
 

@@ -1,10 +1,8 @@
 """Degrees of parallelism: inferred, checked, and mapped to ranks."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-import torchtune.training
 
 from ppl_eval.parallel.parallel_dims import CONFIG_KEYS, ParallelDims
 
@@ -76,31 +74,3 @@ def test_quantised_weights_are_not_split(degrees):
         ParallelDims(*degrees, 2).check_quantized()
     ParallelDims(2, 1, 1, 1, 2).check_quantized()
     ParallelDims(1, 1, 2, 1, 2).check_quantized()
-
-
-def test_torchtunes_own_class_builds_the_mesh_where_it_is_installed(monkeypatch):
-    @dataclass
-    class Own:
-        dp_replicate: int
-        dp_shard: int
-        tp: int
-        cp: int
-        world_size: int
-
-        def build_mesh(self, device_type):
-            return self, device_type
-
-    monkeypatch.setattr(torchtune.training, "ParallelDims", Own, raising=False)
-    assert ParallelDims(1, -1, 2, 1, 8).build_mesh("cpu") == (Own(1, 4, 1, 2, 8), "cpu")
-
-
-def test_a_class_of_torchtune_without_context_parallelism_is_not_used(monkeypatch):
-    @dataclass
-    class Older:
-        dp_replicate: int
-        dp_shard: int
-        tp: int
-        world_size: int
-
-    monkeypatch.setattr(torchtune.training, "ParallelDims", Older, raising=False)
-    assert ParallelDims(1, 1, 1, 1, 1).build_mesh("cpu") is None

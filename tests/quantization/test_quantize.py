@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from helpers import tiny_checkpoints as tiny
+from helpers.models import on_meta
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.checkpoints.quantized_tensors import is_quantized, layout_names, stored_bytes
@@ -64,7 +65,7 @@ def test_scheme_quantises_and_comes_back_with_the_same_bits(tmp_path, scheme, dt
     # As `tune run quantize` writes it, and as it is read.
     opened = load_state_dict(tiny.write_tune(tmp_path, model.state_dict()))
     assert opened.quantized
-    again = tiny.empty(tiny.tied)
+    again = on_meta(tiny.tied)
     load_into(again, opened.state_dict, dtype=dtype)
     assert torch.equal(tiny.logits(again), rounded)
     with pytest.raises(ValueError, match="quantised already"):
@@ -203,10 +204,10 @@ def test_checkpoint_for_another_dtype_or_device_is_refused_with_the_way_out(tmp_
     section = tiny.write_tune(tmp_path, model.state_dict())
     assert "Int4CPULayout" in layout_names(next(p for p in model.parameters() if is_quantized(p)))
     with pytest.raises(ValueError, match=r"quantised for bf16 activations: set dtype=bf16"):
-        load_into(tiny.empty(tiny.tied), load_state_dict(section).state_dict, dtype=torch.float32)
+        load_into(on_meta(tiny.tied), load_state_dict(section).state_dict, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"packed for cpu .*Int4CPULayout.*device=cpu.*ppl-eval quantize"):
         load_into(
-            tiny.empty(tiny.tied), load_state_dict(section).state_dict, dtype=torch.bfloat16, device="cuda"
+            on_meta(tiny.tied), load_state_dict(section).state_dict, dtype=torch.bfloat16, device="cuda"
         )
 
 
@@ -233,7 +234,7 @@ def test_cuda_packing_is_refused_on_cpu(tmp_path):
     with pytest.raises(
         ValueError, match=r"packed for cuda .*q_proj.*TensorCoreTiledLayout.*the run is on cpu"
     ):
-        load_into(tiny.empty(tiny.tied), opened.state_dict, dtype=torch.bfloat16)
+        load_into(on_meta(tiny.tied), opened.state_dict, dtype=torch.bfloat16)
 
 
 def test_adapter_on_quantised_weights_is_refused(tmp_path):
@@ -278,7 +279,7 @@ def test_what_torchtunes_own_quantiser_writes_is_read_and_has_our_bits(tmp_path)
     finally:
         torch.set_float32_matmul_precision(precision)  # it changes the process's
     opened = load_state_dict(tiny.write_tune(tmp_path, theirs.state_dict()))
-    again = tiny.empty(tiny.tied)
+    again = on_meta(tiny.tied)
     load_into(again, opened.state_dict, dtype=torch.bfloat16)
     quantize(ours, SCHEMES["8da4w"][0], "cpu")
     assert torch.equal(tiny.logits(again), tiny.logits(ours))

@@ -23,8 +23,8 @@ def load(tiny, tmp_path):
         checkpoint = load_state_dict(settings.checkpointer)
         decoder = models.build_on_meta(settings, torch.float32)
         alone = ParallelDims(1, 1, 1, 1, world_size=1)
-        device = torch.device("cpu")
-        return models.load_model(decoder, checkpoint, settings, device, torch.float32, alone, None).scorer
+        placement = models.Placement(torch.device("cpu"), torch.float32, alone, None)
+        return models.load_model(decoder, checkpoint, settings, placement).scorer
 
     return load
 

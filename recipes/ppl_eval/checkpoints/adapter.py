@@ -1,13 +1,14 @@
 """LoRA adapters, merged into the weights while they are read.
 
-Two forms: torchtune's own (`adapter_model.pt`, its names, its row order) and PEFT's
-(`adapter_model.safetensors`, Hugging Face's). The merge is done by torchtune's function, so the result has
+Two forms: torchtune's own (``adapter_model.pt``, its names, its row order) and PEFT's
+(``adapter_model.safetensors``, Hugging Face's). The merge is done by torchtune's function, so the result has
 the bits of the checkpoint that training wrote.
 """
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torchtune.modules.peft import get_merged_lora_ckpt
 
-from ppl_eval.checkpoints.convert import converter_of
 from ppl_eval.checkpoints.folder import ADAPTER_FILES
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict, name_some
 from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
+from ppl_eval.models.converters import head_layout
+from ppl_eval.models.families import family_of_model_type
 
 PEFT_PREFIX = "base_model.model."
 PROBED_LAYERS = 8
@@ -28,7 +30,7 @@ MERGED_TOLERANCE = 0.25
 
 
 class Pair(NamedTuple):
-    """The two factors of one layer's update, in torchtune's row order; `magnitude` for DoRA."""
+    """The two factors of one layer's update, in torchtune's row order; ``magnitude`` for DoRA."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -36,10 +38,10 @@ class Pair(NamedTuple):
 
 
 def find_adapter(named: str, bases: list[Path]) -> Path:
-    """The adapter's weight file, from the name of a file or of a folder.
+    """Find the adapter's weight file, from the name of a file or of a folder.
 
     Raises:
-        ValueError: nothing there.
+        ValueError: if nothing is there.
     """
     for base in bases:
         path = base / named
@@ -65,20 +67,20 @@ def merge_adapter(
     allow_unsafe_pickle: bool,
     notes: list[str],
 ) -> None:
-    """Lets every weight that the adapter changes be merged when it is read.
+    """Have every weight that the adapter changes merged when it is read.
 
     Args:
         weights: of the base model; changed in place.
-        path: the adapter's weight file; `adapter_config.json` is read beside it.
+        path: the adapter's weight file; ``adapter_config.json`` is read beside it.
         model_type: torchtune's, and
         hf_config: the base model's config.json, for the names and rows of an adapter in PEFT's form.
         alpha: the training's lora_alpha, for an adapter without adapter_config.json.
-        allow_unsafe_pickle: see `read_torch_file`.
+        allow_unsafe_pickle: see ``read_torch_file``.
         notes: what the person should know is appended here.
 
     Raises:
-        ValueError: the adapter does not fit the model, changes more than linear layers, lacks its alpha, or
-            is part of the weights already.
+        ValueError: if the adapter does not fit the model, changes more than linear layers, lacks its alpha,
+            or is part of the weights already.
     """
     if path.suffix == ".safetensors":
         stored = read_safetensors(path)
@@ -104,10 +106,10 @@ def merge_adapter(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """PEFT's adapter_config.json (torchtune writes one too), or {} where there is none.
+    """Read PEFT's adapter_config.json (torchtune writes one too); {} where there is none.
 
     Raises:
-        ValueError: the adapter needs something that is not done here.
+        ValueError: if the adapter needs something that is not done here.
     """
     if not path.is_file():
         return {}
@@ -143,8 +145,9 @@ def _tune_pairs(stored: Mapping[str, StoredTensor]) -> dict[str, Pair]:
 def _peft_pairs(
     stored: Mapping[str, StoredTensor], model_type: str, hf_config: dict[str, Any] | None
 ) -> dict[str, Pair]:
-    """PEFT's factors in torchtune's order: B has the rows of the weight, so the weight's converter orders
-    them."""
+    """Put PEFT's factors in torchtune's order: B has the rows of the weight, so the weight's converter does
+    it.
+    """
     names = [name.removesuffix(".lora_A.weight") for name in stored if name.endswith(".lora_A.weight")]
     known = {f"{name}.{end}.weight" for name in names for end in ("lora_A", "lora_B")}
     rest = [name for name in stored if name not in known]
@@ -155,21 +158,13 @@ def _peft_pairs(
             " it first"
         )
     _refuse_rest(rest)
-    converter = converter_of("hf", model_type, hf_config)
-    assert isinstance(converter, partial)
-    keywords = dict(converter.keywords)
+    converter, layout = family_of_model_type(model_type).converter, head_layout(hf_config)
     pairs = {}
     for name in names:
         a, b = (_read(stored, f"{name}.{end}.weight") for end in ("lora_A", "lora_B"))
-        if "head_dim" in converter.keywords:  # it reorders rows, and must know that B has only `rank` columns
-            whole = converter.keywords
-            keywords |= {
-                "dim": b.shape[1],
-                "head_dim": whole["head_dim"] or whole["dim"] // whole["num_heads"],
-            }
-        for target, part in converter.func(
-            {f"{name.removeprefix(PEFT_PREFIX)}.weight": b}, **keywords
-        ).items():
+        # B has the rows of the whole weight, but only `rank` columns.
+        of_b = replace(layout, columns=b.shape[1])
+        for target, part in converter({f"{name.removeprefix(PEFT_PREFIX)}.weight": b}, of_b).items():
             pairs[target] = Pair(a, part, None)
     return pairs
 
@@ -201,7 +196,9 @@ def _check_fit(weights: LazyStateDict, pairs: Mapping[str, Pair], path: Path) ->
 
 
 def _rank_and_alpha(config: Mapping[str, Any], pair: Pair, alpha: float | None) -> tuple[float, float]:
-    """(rank, alpha) such that the update is alpha / rank * B A; rsLoRA divides by the root of the rank."""
+    """Return (rank, alpha) such that the update is alpha / rank * B A; rsLoRA divides by the root of the
+    rank.
+    """
     found = config.get("lora_alpha", alpha)
     if found is None:
         raise ValueError(
@@ -226,11 +223,10 @@ def _merged(read: Any, name: str, pair: Pair, rank: float, alpha: float) -> torc
 
 
 def refuse_same_epoch(path: Path, folder: Path) -> None:
-    """Refuses an adapter beside the weights of a torchtune epoch: torchtune merges it into the weights it
-    writes there.
+    """Refuse an adapter beside the weights of a torchtune epoch, into which torchtune merged it.
 
     Raises:
-        ValueError: the adapter lies in the weights' folder, and that is an epoch's.
+        ValueError: if the adapter is in the weights' folder, and that is an epoch's.
     """
     if path.parent.resolve() == folder.resolve() and folder.resolve().name.startswith("epoch_"):
         raise ValueError(
@@ -243,29 +239,28 @@ def refuse_same_epoch(path: Path, folder: Path) -> None:
 def _refuse_second_merge(
     weights: LazyStateDict, pairs: Mapping[str, Pair], scaled: Mapping[str, tuple[float, float]], path: Path
 ) -> None:
-    """Refuses an adapter that the weights contain, wherever the two came from.
+    """Refuse an adapter that the weights contain already, wherever the two came from.
 
     Raises:
-        ValueError: every probed layer that tells anything says so.
+        ValueError: if every probed layer that allows a verdict contains it.
     """
     names = [name for name, pair in pairs.items() if pair.magnitude is None]
     probed = names[:: max(1, len(names) // PROBED_LAYERS)]
     shares = [merged_share(weights[name], pairs[name], *scaled[name]) for name in probed]
-    told = [share for share in shares if share is not None]
-    if told and all(abs(share - 1) < MERGED_TOLERANCE for share in told):
+    clear = [share for share in shares if share is not None]
+    if clear and all(abs(share - 1) < MERGED_TOLERANCE for share in clear):
         raise ValueError(
-            f"the checkpoint already contains the adapter {path}: in {len(told)} of {len(told)} probed layers"
-            f" the weights hold {sum(told) / len(told):.2f} times its update. Drop"
+            f"the checkpoint already contains the adapter {path}: in {len(clear)} of {len(clear)} probed"
+            f" layers the weights hold {sum(clear) / len(clear):.2f} times its update. Drop"
             " checkpointer.adapter_checkpoint, or point checkpoint_dir to the base model"
         )
 
 
 def merged_share(weight: torch.Tensor, pair: Pair, rank: float, alpha: float) -> float | None:
-    """How many times the update D = alpha/rank B A is contained in W: <W, D> / <D, D>, computed without
-    forming D.
+    """Compute how many times W contains the update D = alpha/rank B A: <W, D> / <D, D>, without forming D.
 
     A base weight is no multiple of an update learnt later: the share is near 0. Noise of the base weight of
-    standard deviation s adds about s / |D|; where that is not small the layer tells nothing and None is
+    standard deviation s adds about s / |D|; where that is not small nothing can be said and None is
     returned.
     """
     a, b, w = pair.a.float(), pair.b.float(), weight.float()

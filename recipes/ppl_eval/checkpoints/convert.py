@@ -1,7 +1,7 @@
 """The names that each form gives its weights, turned into torchtune's by torchtune's own converters.
 
 Every converter works key by key, so each key is converted when its tensor is read; running the converter on
-a tensor of the meta device first tells the new names and shapes without reading anything.
+a tensor of the meta device first gives the new names and shapes without reading anything.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torchtune.models import convert_weights
-from torchtune.models.gemma2._convert_weights import gemma2_hf_to_tune
-from torchtune.models.phi3._convert_weights import phi3_hf_to_tune
-from torchtune.models.qwen2._convert_weights import qwen2_hf_to_tune
 
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
+from ppl_eval.models.converters import head_layout
+from ppl_eval.models.families import family_of_model_type
 
 # torchtune's checkpointer class -> form of the files
 FORMS = {
@@ -26,17 +25,16 @@ FORMS = {
     "FullModelMetaCheckpointer": "meta",
     "FullModelTorchTuneCheckpointer": "torchtune",
 }
-MODEL_TYPES = ("GEMMA", "GEMMA2", "LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL", "PHI3_MINI", "PHI4", "QWEN2")
 
 Stored = dict[str, StoredTensor]
 Converter = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 def index_files(paths: list[Path], *, form: str, allow_unsafe_pickle: bool, notes: list[str]) -> Stored:
-    """All tensors of all files by the files' own names.
+    """Index all tensors of all files by the files' own names.
 
     Raises:
-        ValueError: a file is truncated, corrupt or no checkpoint, or two files hold the same name.
+        ValueError: if a file is truncated, corrupt or no checkpoint, or two files hold the same name.
     """
     if form == "meta" and len(paths) > 1:
         raise ValueError(
@@ -61,19 +59,16 @@ def index_files(paths: list[Path], *, form: str, allow_unsafe_pickle: bool, note
 
 
 def convert(stored: Stored, *, form: str, model_type: str, hf_config: dict[str, Any] | None) -> LazyStateDict:
-    """The stored tensors under torchtune's names, converted when they are read.
+    """Put the stored tensors under torchtune's names, converted when they are read.
 
     A name that the converter does not know is kept as it is: the comparison with the model then reports it
     together with everything else that does not fit.
 
     Raises:
-        ValueError: unknown model type, no config.json for the HF form, or shapes that contradict config.json.
+        ValueError: for an unknown model type, no config.json for the HF form, or shapes that contradict
+            config.json.
     """
-    if model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"checkpointer.model_type is {model_type!r}; text decoders are {', '.join(MODEL_TYPES)}"
-        )
-    converter = converter_of(form, model_type, hf_config)
+    converter = _converter_of(form, model_type, hf_config)
     lazy = LazyStateDict()
     contradictions = []
     for name, tensor in stored.items():
@@ -107,33 +102,11 @@ def _converted(
     return converter({name: read()})[target]
 
 
-def converter_of(form: str, model_type: str, hf_config: dict[str, Any] | None) -> Converter:
-    """torchtune's converter for the form and family, called with the arguments its checkpointers give it."""
+def _converter_of(form: str, model_type: str, hf_config: dict[str, Any] | None) -> Converter:
+    family = family_of_model_type(model_type)
     if form == "torchtune":
         return dict
     if form == "meta":
         # Of a tied model Meta's file repeats the embedding; the comparison with the model sees to that.
         return convert_weights.meta_to_tune
-    if hf_config is None:
-        raise ValueError(
-            "the HF form needs config.json beside the weights (head counts decide how they are laid out)"
-        )
-    try:
-        num_heads = hf_config["num_attention_heads"]
-        # Configs from before grouped queries lack it.
-        num_kv_heads = hf_config.get("num_key_value_heads") or num_heads
-        dim = hf_config["hidden_size"]
-    except KeyError as e:
-        raise ValueError(
-            f"config.json lacks {e.args[0]}: not the config of a text decoder that torchtune knows"
-        ) from e
-    if model_type in ("PHI3_MINI", "PHI4"):
-        if num_heads == num_kv_heads:
-            num_heads = num_kv_heads = dim = None
-        return partial(phi3_hf_to_tune, num_heads=num_heads, num_kv_heads=num_kv_heads, dim=dim)
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "dim": dim}
-    if model_type == "QWEN2":
-        # The head of a tied model is not dropped here but compared with the embedding later.
-        return partial(qwen2_hf_to_tune, **heads, tie_word_embeddings=False)
-    heads["head_dim"] = hf_config.get("head_dim")
-    return partial(gemma2_hf_to_tune if model_type == "GEMMA2" else convert_weights.hf_to_tune, **heads)
+    return partial(family.converter, layout=head_layout(hf_config))

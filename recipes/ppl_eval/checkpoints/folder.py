@@ -21,7 +21,9 @@ ADAPTER_FILES = ("adapter_model.pt", "adapter_model.safetensors", "adapter_model
 
 
 def weights_folder(cfg: Mapping[str, Any], notes: list[str]) -> Path:
-    """`checkpoint_dir`, or the last epoch inside it when it is the output folder of a training run."""
+    """Return ``checkpoint_dir``, or the last epoch inside it when it is the output folder of a training
+    run.
+    """
     if not cfg.get("checkpoint_dir"):
         raise ValueError("checkpointer.checkpoint_dir is missing: the folder that holds the weights")
     folder = Path(str(cfg["checkpoint_dir"])).expanduser()
@@ -44,7 +46,7 @@ def weights_folder(cfg: Mapping[str, Any], notes: list[str]) -> Path:
 
 
 def weight_paths(cfg: Mapping[str, Any], folder: Path) -> list[Path]:
-    """The weight files, sorted by name as torchtune does."""
+    """Return the weight files, sorted by name as torchtune does."""
     files = cfg.get("checkpoint_files")
     paths = _named_files(files, folder) if files else _found_files(folder)
     if not paths:

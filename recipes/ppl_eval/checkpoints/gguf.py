@@ -16,9 +16,9 @@ import torch
 
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
 from ppl_eval.checkpoints.safetensors import StoredTensor, check_readable, map_tensor
+from ppl_eval.models import families
 
 ARCHITECTURE = "llama"
-MODEL_TYPES = ("LLAMA2", "LLAMA3", "LLAMA3_2", "MISTRAL")
 WHOLE_NAMES = {
     "token_embd.weight": "tok_embeddings.weight",
     "output_norm.weight": "norm.scale",
@@ -43,18 +43,19 @@ ROTARY_FACTORS = "rope_freqs.weight"
 
 
 def read_gguf(path: Path, *, model_type: str, notes: list[str]) -> tuple[LazyStateDict, dict[str, Any]]:
-    """Weights under torchtune's names, and the file's hyperparameters under the names of an HF config.json.
+    """Read weights under torchtune's names, and hyperparameters under those of an HF config.json.
 
     Args:
         path: the file; a model split over several files is not read.
-        model_type: torchtune's; must be one whose layout the architecture `llama` covers.
+        model_type: torchtune's; must be one whose layout the architecture ``llama`` covers.
         notes: what the person should know is appended here.
 
     Returns:
         The state dict (float32 where the file holds quantised blocks) and the hyperparameters.
 
     Raises:
-        ValueError: truncated or corrupt file, another architecture, a quantisation that gguf cannot undo.
+        ValueError: for a truncated or corrupt file, another architecture, a quantisation that gguf cannot
+            undo.
     """
     try:
         from gguf import GGMLQuantizationType, GGUFReader
@@ -88,17 +89,17 @@ def read_gguf(path: Path, *, model_type: str, notes: list[str]) -> tuple[LazySta
             continue
         stored = _stored(path, tensor, kind)
         lazy.add(_tune_name(tensor.name), stored.meta, stored.read)
-    told = ", ".join(f"{num} {kind}" for kind, num in sorted(kinds.items()))
-    notes.append(f"{path.name}: {len(lazy)} tensors dequantised from GGUF ({told})")
+    counts = ", ".join(f"{num} {kind}" for kind, num in sorted(kinds.items()))
+    notes.append(f"{path.name}: {len(lazy)} tensors dequantised from GGUF ({counts})")
     return lazy, _hf_config(fields, lazy)
 
 
 def _expected_size(path: Path) -> int:
-    """Bytes that the tensor list of a damaged file promises; 0 when the list itself is damaged."""
+    """Return the bytes that a damaged file's tensor list needs; 0 when the list itself is damaged."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 
     class Sizes(GGUFReader):
-        """Adds up the list instead of mapping what it lists."""
+        """Reader that adds up the list instead of mapping what it lists."""
 
         end = 0
 
@@ -121,9 +122,13 @@ def _check_kind(path: Path, fields: dict[str, Any], model_type: str) -> None:
         raise ValueError(
             f"{path} holds the architecture {architecture!r}; of GGUF files only {ARCHITECTURE!r} is read"
         )
-    if model_type not in MODEL_TYPES:
+    allowed = sorted(
+        {family.model_type for family in families.FAMILIES if family.architecture.gguf == architecture}
+    )
+    if model_type not in allowed:
         raise ValueError(
-            f"{path} is of the llama architecture; checkpointer.model_type can be {', '.join(MODEL_TYPES)}"
+            f"{path} is of the {architecture} architecture; checkpointer.model_type can be"
+            f" {', '.join(allowed)}"
         )
     if fields.get("split.count", 0) > 1:
         raise ValueError(
@@ -134,8 +139,7 @@ def _check_kind(path: Path, fields: dict[str, Any], model_type: str) -> None:
 
 
 def _tune_name(name: str) -> str:
-    """torchtune's name; a tensor that is not known keeps its own and is reported with everything that does
-    not fit."""
+    """Return torchtune's name; an unknown tensor keeps its own and is reported with all that does not fit."""
     layer = LAYER.fullmatch(name)
     if layer and layer[2] in LAYER_NAMES:
         return f"layers.{layer[1]}.{LAYER_NAMES[layer[2]]}"
@@ -143,7 +147,7 @@ def _tune_name(name: str) -> str:
 
 
 def _stored(path: Path, tensor: Any, kind: Any) -> StoredTensor:
-    """One tensor; GGUF lists its dimensions from the innermost, so they are reversed here."""
+    """Describe one tensor; GGUF lists its dimensions from the innermost, so they are reversed here."""
     shape = tuple(int(n) for n in reversed(tensor.shape))
     offset, num_bytes = int(tensor.data_offset), int(tensor.n_bytes)
     if kind.name in PLAIN_DTYPES:
@@ -169,7 +173,7 @@ def _dequantize(path: Path, offset: int, num_bytes: int, shape: tuple[int, ...],
 
 
 def _hf_config(fields: dict[str, Any], weights: LazyStateDict) -> dict[str, Any]:
-    """The hyperparameters as config.json would have them, as far as the file tells."""
+    """Return the hyperparameters as config.json would have them, as far as the file has them."""
     prefix = f"{ARCHITECTURE}."
     names = {
         "embedding_length": "hidden_size",

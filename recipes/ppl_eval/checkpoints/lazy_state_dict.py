@@ -17,37 +17,37 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
     """A state dict whose tensors are read (and converted) when they are asked for, and not kept.
 
     A rank that needs a slice of each weight, or moves them to a device one by one, never holds them all.
-    `dict(lazy)` reads everything. Shapes and dtypes are known without reading: `lazy.meta[name]`.
+    ``dict(lazy)`` reads everything. Shapes and dtypes are known without reading: ``lazy.meta[name]``.
     """
 
     def __init__(self) -> None:
-        """An empty state dict."""
+        """Make an empty state dict."""
         self.meta: dict[str, torch.Tensor] = {}
         self._read: dict[str, Callable[[], torch.Tensor]] = {}
 
     def add(self, name: str, meta: torch.Tensor, read: Callable[[], torch.Tensor]) -> None:
-        """Registers a tensor: `meta` has its shape and dtype, `read` returns its values."""
+        """Register a tensor: ``meta`` has its shape and dtype, ``read`` returns its values."""
         self.meta[name] = meta
         self._read[name] = read
 
     def reader(self, name: str) -> Callable[[], torch.Tensor]:
-        """The function that reads `name`, for wrapping it in another."""
+        """Return the function that reads ``name``, for wrapping it in another."""
         return self._read[name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Reads the tensor `name`."""
+        """Read the tensor ``name``."""
         return self._read[name]()
 
     def __iter__(self) -> Iterator[str]:
-        """Names, in the order of the files."""
+        """Iterate over names, in the order of the files."""
         return iter(self.meta)
 
     def __len__(self) -> int:
-        """Number of tensors."""
+        """Return the number of tensors."""
         return len(self.meta)
 
     def __contains__(self, name: object) -> bool:
-        """Whether the tensor is there; reads nothing."""
+        """Return whether the tensor is there, without reading it."""
         return name in self.meta
 
 
@@ -58,7 +58,7 @@ def load_into(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> list[str]:
-    """Gives a model that was built on the meta device its weights, without a second copy of any of them.
+    """Give a model that was built on the meta device its weights, without a second copy of any of them.
 
     Args:
         model: torchtune decoder on the meta device; its rotary tables are computed here.
@@ -71,7 +71,7 @@ def load_into(
         Notes: everything that was adjusted.
 
     Raises:
-        ValueError: keys are missing, unexpected, or of the wrong shape (all of them counted, the first ten
+        ValueError: if keys are missing, unexpected, or of the wrong shape (all of them counted, the first ten
             named), a tied head that differs from the embedding, or a quantised weight of another dtype or
             packed for another device.
     """
@@ -96,8 +96,8 @@ def load_into(
 def note_conversions(
     state_dict: Mapping[str, torch.Tensor], names: list[str], dtype: torch.dtype
 ) -> list[str]:
-    """One note per dtype that loading converts from; reads no tensor."""
-    meta = state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
+    """Return one note per dtype that loading converts from; no tensor is read."""
+    meta = meta_of(state_dict)
     converted: dict[torch.dtype, int] = {}
     for name in names:
         tensor = meta[name]
@@ -112,7 +112,11 @@ def note_conversions(
 def check_state_dict(
     model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, dtype: torch.dtype, notes: list[str]
 ) -> list[str]:
-    """Names to load, after all names, shapes and quantised dtypes were compared with the model's."""
+    """Return the names to load, once all names, shapes and quantised dtypes agree with the model's.
+
+    Raises:
+        ValueError: see ``load_into``.
+    """
     wanted = {name: parameter.shape for name, parameter in model.state_dict().items()}
     meta = meta_of(state_dict)
     missing = [name for name in wanted if name not in meta]
@@ -148,18 +152,18 @@ def check_state_dict(
 
 
 def meta_of(state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Shapes and dtypes by name, without reading what is read on demand."""
+    """Return shapes and dtypes by name, without reading what is read on demand."""
     return state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
 
 
 def check_tied_head(state_dict: Mapping[str, torch.Tensor]) -> str:
-    """A tied model's checkpoint may repeat the embedding as its head; another head would be lost: an error.
+    """Check that a tied model's checkpoint has no other head than its embedding: it would be lost.
 
     Returns:
         The note that says so.
 
     Raises:
-        ValueError: the checkpoint's head is another matrix.
+        ValueError: if the checkpoint's head is another matrix.
     """
     if EMBEDDING_KEY in state_dict and not torch.equal(state_dict[HEAD_KEY], state_dict[EMBEDDING_KEY]):
         raise ValueError(
@@ -171,7 +175,7 @@ def check_tied_head(state_dict: Mapping[str, torch.Tensor]) -> str:
 
 
 def name_some(kind: str, keys: list[str]) -> list[str]:
-    """One line that counts `keys` and names the first ten; no line when there are none."""
+    """Return one line that counts ``keys`` and names the first ten; no line when there are none."""
     if not keys:
         return []
     more = f" ... and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
@@ -179,7 +183,7 @@ def name_some(kind: str, keys: list[str]) -> list[str]:
 
 
 def init_rotary_tables(model: nn.Module, device: torch.device | str) -> None:
-    """Computes the buffers that no checkpoint holds: torchtune's rotary tables."""
+    """Compute the buffers that no checkpoint holds: torchtune's rotary tables."""
     with torch.device(device):
         for module in model.modules():
             rope_init = getattr(module, "rope_init", None)
@@ -188,17 +192,17 @@ def init_rotary_tables(model: nn.Module, device: torch.device | str) -> None:
 
 
 def assert_materialised(model: nn.Module) -> None:
-    """Nothing may be left on the meta device: it would give noise instead of an error."""
+    """Check that nothing is left on the meta device: it would give noise instead of an error."""
     left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert not left, f"still on the meta device after loading: {left[:SHOWN_KEYS]}"
 
 
 def is_tied(model: nn.Module) -> bool:
-    """Whether the model's head is its embedding."""
+    """Return whether the model's head is its embedding."""
     return isinstance(getattr(model, "output", None), TiedLinear)
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """The dtype as configs write it: bf16, fp32, fp16, fp64, or torch's name."""
+    """Return the dtype as configs write it: bf16, fp32, fp16, fp64, or torch's name."""
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.float64: "fp64"}
     return names.get(dtype, str(dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""The `checkpointer` section of a torchtune config, read without building torchtune's checkpointer.
+"""The ``checkpointer`` section of a torchtune config, read without building torchtune's checkpointer.
 
 torchtune's own classes read the whole state dict on every rank and demand an output folder they can write
 to. Only names are taken from the section here; nothing is written. Weights come out under torchtune's names,
@@ -64,17 +64,17 @@ class LoadedCheckpoint:
 
 
 def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
-    """Opens the checkpoint that a `checkpointer` section names.
+    """Open the checkpoint that a ``checkpointer`` section names.
 
     Args:
-        cfg: the section, in torchtune's keys: `_component_`, `checkpoint_dir`, `checkpoint_files` (a list,
-            torchtune's {filename_format, max_filename}, or nothing: found by name), `model_type`,
-            `recipe_checkpoint`, `adapter_checkpoint`; and ours: `allow_unsafe_pickle`, `lora_alpha` (of an
-            adapter without adapter_config.json). A file ending in .gguf is read as what it is.
+        cfg: the section, in torchtune's keys: ``_component_``, ``checkpoint_dir``, ``checkpoint_files`` (a
+            list, torchtune's {filename_format, max_filename}, or nothing: found by name), ``model_type``,
+            ``recipe_checkpoint``, ``adapter_checkpoint``; and ours: ``allow_unsafe_pickle``, ``lora_alpha``
+            (of an adapter without adapter_config.json). A file ending in .gguf is read as what it is.
 
     Raises:
-        ValueError: unknown key or component, missing, truncated or corrupt file, or one that would have to
-            run code.
+        ValueError: for an unknown key or component, missing, truncated or corrupt file, or one that would
+            have to run code.
     """
     notes: list[str] = []
     form = _form(cfg)
@@ -122,7 +122,7 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
 
 
 def _form(cfg: Mapping[str, Any]) -> str:
-    """The file form that `_component_` stands for; also refuses keys that nobody reads."""
+    """Return the file form that ``_component_`` stands for, and refuse keys that nothing reads."""
     unknown = sorted(set(map(str, cfg)) - set(KNOWN_KEYS))
     if unknown:
         raise ValueError(f"checkpointer has unknown keys {unknown}; known are {', '.join(KNOWN_KEYS)}")
@@ -135,13 +135,13 @@ def _form(cfg: Mapping[str, Any]) -> str:
 
 
 def _adapter(cfg: Mapping[str, Any], folder: Path, notes: list[str]) -> Path | None:
-    """The adapter to merge, or None; an adapter that lies beside the weights unasked is spoken of."""
+    """Return the adapter to merge, or None; note one beside the weights that the config does not name."""
     named = cfg.get("adapter_checkpoint")
     if not named:
         beside = next((name for name in ADAPTER_FILES if (folder / name).is_file()), None)
         if beside:
             notes.append(
-                f"{beside} lies beside the weights and was not merged: torchtune's weights contain it already"
+                f"{beside} is beside the weights and was not merged: torchtune's weights contain it already"
                 " (checkpointer.adapter_checkpoint merges one)"
             )
         return None
@@ -163,10 +163,10 @@ def _read_hf_config(folder: Path) -> dict[str, Any] | None:
 def _read_recipe_state(
     cfg: Mapping[str, Any], folder: Path, *, allow_unsafe_pickle: bool, notes: list[str]
 ) -> dict[str, Any] | None:
-    """The training recipe's state beside the weights; tensors (optimizer, random state) are dropped unread.
+    """Read the training recipe's state beside the weights; tensors (optimizer, random state) are left out.
 
-    `recipe_checkpoint` is looked for as a path, in the weights' folder, in the folder above it and in
-    `output_dir`; without it, at the places where torchtune writes it.
+    ``recipe_checkpoint`` is looked for as a path, in the weights' folder, in the folder above it and in
+    ``output_dir``; without it, at the places where torchtune writes it.
     """
     named = cfg.get("recipe_checkpoint")
     if named:

@@ -1,4 +1,4 @@
-"""torchao's quantised weights seen from outside: what is one, how large it is, which device it is for."""
+"""torchao's quantised weights: which tensor is one, how large it is, which device it is packed for."""
 
 from collections.abc import Iterator, Mapping
 
@@ -23,13 +23,15 @@ LAYOUT_DEVICES = {
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is of one of torchao's quantised classes (a sharded tensor is not)."""
+    """Return whether the tensor is of one of torchao's quantised classes (a sharded tensor is not)."""
     inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     return is_traceable_wrapper_subclass(inner) and not isinstance(inner, DTensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The ordinary tensors that a weight is made of: packed integers, scales, zero points; or itself."""
+    """Yield the ordinary tensors that a weight is made of: packed integers, scales, zero points; or
+    itself.
+    """
     inner = tensor.data if isinstance(tensor, nn.Parameter) else tensor
     if not is_traceable_wrapper_subclass(inner):
         yield inner
@@ -39,14 +41,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights as they lie in memory, tied ones once."""
+    """Return the bytes of a model's weights in memory, tied ones counted once."""
     return sum(t.numel() * t.element_size() for p in model.parameters() for t in plain_tensors(p))
 
 
 def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A quantised tensor with each of its parts on the device.
+    """Move a quantised tensor to a device, part by part.
 
-    torchao's own `.to` refuses packed layouts even when their file was only read on the CPU on its way to
+    torchao's own ``.to`` refuses packed layouts even when their file was only read on the CPU on its way to
     the GPU.
     """
     if not is_traceable_wrapper_subclass(tensor):
@@ -57,7 +59,7 @@ def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def layout_names(tensor: torch.Tensor) -> set[str]:
-    """Names of the storage layouts inside a quantised tensor."""
+    """Return the names of the storage layouts inside a quantised tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return set()
     layout = getattr(tensor, "_layout", None)
@@ -66,14 +68,14 @@ def layout_names(tensor: torch.Tensor) -> set[str]:
 
 
 def check_packed_for(weights: Mapping[str, torch.Tensor], device: torch.device | str) -> None:
-    """Refuses quantised weights whose packing another kind of device's kernels expect.
+    """Refuse quantised weights whose packing another kind of device's kernels expect.
 
     Args:
         weights: by name; full-precision ones are passed over.
         device: where the model is to run.
 
     Raises:
-        ValueError: names the layout, the device it is for, and the ways out.
+        ValueError: if one is; names the layout, its device, and what to do.
     """
     kind = torch.device(device).type
     for name, tensor in weights.items():

@@ -1,10 +1,10 @@
 """Safetensors files, opened without copying them: one private mapping per tensor, and errors that name the
 file.
 
-`safetensors.safe_open` maps a file once and keeps every page that was read resident until the last tensor of
-the file is gone. Here each tensor has a mapping of its own, so that a tensor which had to be converted gives
-its pages back at once. Mappings are private and never written to: all processes of a machine share the pages
-through the page cache.
+``safetensors.safe_open`` maps a file once and keeps every page that was read resident until the last tensor
+of the file is gone. Here each tensor has a mapping of its own, so that a tensor which had to be converted
+gives its pages back at once. Mappings are private and never written to: all processes of a machine share the
+pages through the page cache.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ MIB = 1024 * 1024
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies.
+    """Where one tensor is.
 
-    `meta` tells shape and dtype (a tensor on the meta device, or the tensor itself when it is a quantised
-    one), `read` returns the values.
+    ``meta`` has its shape and dtype (a tensor on the meta device, or the tensor itself when it is a quantised
+    one), ``read`` returns the values.
     """
 
     meta: torch.Tensor
@@ -51,10 +51,11 @@ class StoredTensor(NamedTuple):
 
 
 def check_readable(path: Path) -> int:
-    """Size of `path` in bytes.
+    """Return the size of ``path`` in bytes.
 
     Raises:
-        ValueError: the file is missing, is no file, is empty, or is the text stub that Git LFS leaves behind.
+        ValueError: if the file is missing, is no file, is empty, or is the text stub that Git LFS leaves
+            behind.
     """
     if not path.is_file():
         raise ValueError(f"checkpoint file {path} does not exist")
@@ -70,13 +71,13 @@ def check_readable(path: Path) -> int:
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Index of a safetensors file; no tensor is read before its `read` is called.
+    """Index a safetensors file; no tensor is read before its ``read`` is called.
 
     Format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the
     data.
 
     Raises:
-        ValueError: the file is truncated or corrupt (with its expected and its actual size), or holds an
+        ValueError: if the file is truncated or corrupt (with its expected and its actual size), or holds an
             unknown dtype.
     """
     size = check_readable(path)
@@ -130,7 +131,7 @@ def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) 
 
 
 def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over a private mapping of `path`, `offset` bytes in; the mapping ends with its last view.
+    """Map a tensor privately from ``path``, ``offset`` bytes in; the mapping ends with its last view.
 
     Every process maps the same page boundaries, so alignment, and with it the kernel chosen, is the same
     everywhere.
@@ -152,7 +153,7 @@ def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dty
 
 
 def sampled_sha256(path: Path) -> str:
-    """Fingerprint of a large file: its size, first and last MiB, and evenly spaced blocks between them.
+    """Fingerprint a large file by its size, first and last MiB, and evenly spaced blocks between them.
 
     The first MiB of a safetensors file holds its names and shapes, the last one of a torch file the CRC of
     each tensor.

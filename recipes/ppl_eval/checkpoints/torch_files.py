@@ -1,4 +1,4 @@
-"""Files that `torch.save` wrote: read with nothing executed, memory-mapped, and released while they are
+"""Files that ``torch.save`` wrote: read with nothing executed, memory-mapped, and released while they are
 converted."""
 
 import pickle
@@ -18,23 +18,11 @@ from ppl_eval.checkpoints.safetensors import StoredTensor, check_readable
 # pile up.
 REMAP_BYTES = 16 * 1024 * 1024
 MAX_REMAPS = 64
-STORAGE_BYTES = {
-    "DoubleStorage": 8,
-    "LongStorage": 8,
-    "FloatStorage": 4,
-    "IntStorage": 4,
-    "HalfStorage": 2,
-    "BFloat16Storage": 2,
-    "ShortStorage": 2,
-    "CharStorage": 1,
-    "ByteStorage": 1,
-    "BoolStorage": 1,
-}
 REFUSED_NAME = re.compile(r"nsupported (?:global: )?GLOBAL (\S+)")
 
 
 def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) -> Any:
-    """Content of a `.pt`, `.pth` or `.bin` file, tensors memory-mapped where the file's format allows it.
+    """Read a ``.pt``, ``.pth`` or ``.bin`` file, its tensors memory-mapped where its format allows it.
 
     Args:
         path: the file.
@@ -42,7 +30,7 @@ def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) 
         notes: what the person should know is appended here.
 
     Raises:
-        ValueError: truncated or corrupt file, or one that needs more than tensors and plain values.
+        ValueError: for a truncated or corrupt file, or one that needs more than tensors and plain values.
     """
     size = check_readable(path)
     if not zipfile.is_zipfile(path):
@@ -72,10 +60,10 @@ def read_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) 
 
 
 def index_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str]) -> dict[str, StoredTensor]:
-    """The weights in a torch file by name; a whole training state is searched for its `model` entry.
+    """Index the weights in a torch file by name; of a whole training state, those under ``model``.
 
     Raises:
-        ValueError: as `read_torch_file`, and when the file holds something else than named tensors.
+        ValueError: as ``read_torch_file``, and if the file holds something else than named tensors.
     """
     content = read_torch_file(path, allow_unsafe_pickle=allow_unsafe_pickle, notes=notes)
     nested = isinstance(content, Mapping) and isinstance(content.get("model"), Mapping)
@@ -90,8 +78,8 @@ def index_torch_file(path: Path, *, allow_unsafe_pickle: bool, notes: list[str])
         )
     reopen = None
     if zipfile.is_zipfile(path):
-        unheard: list[str] = []  # the first reading said it all
-        reopen = partial(read_torch_file, path, allow_unsafe_pickle=allow_unsafe_pickle, notes=unheard)
+        # The notes of the first reading are enough.
+        reopen = partial(read_torch_file, path, allow_unsafe_pickle=allow_unsafe_pickle, notes=[])
     read = _remapping_reader(named, nested, path.stat().st_size, reopen)
     return {
         str(name): StoredTensor(t if is_quantized(t) else t.to("meta"), partial(read, name))
@@ -108,7 +96,7 @@ def _load(path: Path, *, weights_only: bool) -> Any:
 def _remapping_reader(
     content: Mapping[str, torch.Tensor], nested: bool, size: int, reopen: Callable[[], Any] | None
 ) -> Callable[[str], torch.Tensor]:
-    """A function from name to tensor that holds the file's mapping only for a while.
+    """Return a function from name to tensor that holds the file's mapping only for a while.
 
     torch maps a file as a whole: pages that were read for a conversion stay resident as long as anything
     holds the mapping. Weights that are used as they are keep theirs alive; the rest goes with this reader's.
@@ -130,46 +118,14 @@ def _remapping_reader(
 
 
 def _check_not_truncated(path: Path, size: int) -> None:
-    """A torch file begins like a zip archive and ends with its directory; without one it was cut off.
+    """Refuse a file that begins like a zip archive, as torch's files do, and does not end like one.
 
     Raises:
-        ValueError: it begins like one; the sizes that its first record promises are named if it is whole.
+        ValueError: if it does.
     """
     with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return
-        file.seek(26)
-        name_bytes, extra_bytes = (int.from_bytes(file.read(2), "little") for _ in range(2))
-        file.seek(30 + name_bytes + extra_bytes)
-        sizes = _StorageSizes(file)
-        try:
-            sizes.load()
-            expected = f"expected at least {sizes.num_bytes} bytes of weights"
-        except Exception:  # cut off inside the first record, or no torch file at all: nothing can be promised
-            expected = "the directory that a torch file ends with is missing"
-    raise ValueError(f"{path} is truncated: {expected}, found {size}; download or copy it again")
-
-
-class _Inert(dict):
-    """Stands for everything a pickle names; takes any argument and does nothing."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-
-class _StorageSizes(pickle.Unpickler):
-    """Adds up the bytes of the storages that a torch file's pickle refers to, without any name resolved to
-    code."""
-
-    num_bytes = 0
-
-    def find_class(self, module: str, name: str) -> Any:
-        return STORAGE_BYTES.get(name, 0) if name.endswith("Storage") else _Inert
-
-    def persistent_load(self, pid: Any) -> Any:
-        _, itemsize, _, _, numel = pid
-        self.num_bytes += itemsize * numel
-        return _Inert()
+        if file.read(4) == b"PK\x03\x04":
+            raise ValueError(
+                f"{path} is truncated after {size} bytes: the directory that a torch file ends with is "
+                "missing; download or copy it again"
+            )

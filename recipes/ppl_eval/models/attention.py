@@ -1,7 +1,7 @@
-"""Causal attention with what torchtune's own call lacks: a sliding window, a score cap, a scale of one's own.
+"""Causal attention with what torchtune's own call lacks: a sliding window, a score cap, another scale.
 
-`scaled_dot_product_attention` can express a window only by a T x T mask and a score cap not at all. Both are
-done here in blocks of queries, so that memory grows with T and not with its square.
+``scaled_dot_product_attention`` can express a window only by a T x T mask and a score cap not at all. Both
+are done here in blocks of queries, so that memory grows with T and not with its square.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from ppl_eval.models import cpu_attention as host_attention
+from ppl_eval.models import cpu_attention
 
 # Queries handled at once where a mask or a score matrix must be written out. The constant is part of the
 # result's bits: a block's shape decides which kernel runs.
@@ -25,39 +25,39 @@ def attend(
     k_BHSD: Tensor,
     v_BHSD: Tensor,
     mask: Any = None,
+    *,
     dropout_p: float = 0.0,
     is_causal: bool = True,
-    *,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     query_offset: int = 0,
     queries_per_key: int = 1,
 ) -> Tensor:
-    """Attends like torchtune's `MultiHeadAttention._attention_call`, whose place it takes.
+    """Attend like torchtune's ``MultiHeadAttention._attention_call``, whose place it takes.
 
-    Query t stands at position t + query_offset of the keys. It sees the keys that `mask` allows (without a
+    Query t stands at position t + query_offset of the keys. It sees the keys that ``mask`` allows (without a
     mask: those not after it) and, with a window w, of these only the last w: key j is seen if j > t +
-    query_offset - w. That is transformers' meaning of `sliding_window`.
+    query_offset - w. That is transformers' meaning of ``sliding_window``.
 
     Args:
-        q_BHTD: Queries; B batch, H heads, T queries, D head size.
-        k_BHSD: Keys, already repeated for grouped queries; S keys.
-        v_BHSD: Values, shaped like the keys.
-        mask: Boolean [B, T, S], True where a query sees a key, or None for causal.
-        dropout_p: Must be 0: scoring has no dropout.
+        q_BHTD: queries; B batch, H heads, T queries, D head size.
+        k_BHSD: keys, already repeated for grouped queries; S keys.
+        v_BHSD: values, shaped like the keys.
+        mask: boolean [B, T, S], True where a query sees a key, or None for causal.
+        dropout_p: must be 0: scoring has no dropout.
         is_causal: torchtune's flag; without a mask it must be True.
-        window: Number of keys a query sees, itself included; None for all.
-        softcap: Scores become softcap * tanh(score / softcap) before the softmax (Gemma 2).
-        scale: Factor on the scores; None for D ** -0.5.
-        query_offset: Number of keys before the first query, when queries are a part of the sequence.
-        queries_per_key: Heads in a row that have the same keys and values, which may save work.
+        window: number of keys a query sees, itself included; None for all.
+        softcap: scores become softcap * tanh(score / softcap) before the softmax (Gemma 2).
+        scale: factor on the scores; None for D ** -0.5.
+        query_offset: number of keys before the first query, when queries are a part of the sequence.
+        queries_per_key: heads in a row that have the same keys and values, which may save work.
 
     Returns:
         The attended values, [B, H, T, D].
 
     Raises:
-        ValueError: If the mask is a flex-attention BlockMask, which can carry neither a window nor a cap.
+        ValueError: if the mask is a flex-attention BlockMask, which can carry neither a window nor a cap.
     """
     assert dropout_p == 0.0
     assert mask is not None or is_causal
@@ -70,47 +70,47 @@ def attend(
     if window is not None and window >= num_keys:
         window = None
     if softcap is None and window is None and mask is None and query_offset == 0 and num_queries == num_keys:
-        if host_attention.is_faster(q_BHTD):
-            return host_attention.causal(q_BHTD, k_BHSD, v_BHSD, scale, queries_per_key)
+        if cpu_attention.is_faster(q_BHTD):
+            return cpu_attention.causal(q_BHTD, k_BHSD, v_BHSD, scale, queries_per_key)
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=True, scale=scale)
     blocks = []
     for begin in range(0, num_queries, QUERY_BLOCK):
-        end = min(begin + QUERY_BLOCK, num_queries)
+        queries = slice(begin, min(begin + QUERY_BLOCK, num_queries))
         first_key = 0 if window is None else max(0, query_offset + begin - window + 1)
-        last_key = num_keys if mask is not None else min(num_keys, query_offset + end)
-        seen = _seen(begin, end, first_key, last_key, mask, window, query_offset, q_BHTD.device)
-        q, k, v = q_BHTD[:, :, begin:end], k_BHSD[:, :, first_key:last_key], v_BHSD[:, :, first_key:last_key]
+        last_key = num_keys if mask is not None else min(num_keys, query_offset + queries.stop)
+        keys = slice(first_key, last_key)
+        seen = _seen(queries, keys, mask, window=window, query_offset=query_offset, device=q_BHTD.device)
+        q, k, v = q_BHTD[:, :, queries], k_BHSD[:, :, keys], v_BHSD[:, :, keys]
         if softcap is None:
             blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale))
         else:
-            blocks.append(_capped(q, k, v, seen, softcap, q.shape[-1] ** -0.5 if scale is None else scale))
+            blocks.append(_capped(q, k, v, seen, softcap=softcap, scale=scale))
     return torch.cat(blocks, dim=2)
 
 
 def _seen(
-    begin: int,
-    end: int,
-    first_key: int,
-    last_key: int,
+    queries: slice,
+    keys: slice,
     mask_BTS: Tensor | None,
+    *,
     window: int | None,
     query_offset: int,
     device: torch.device,
 ) -> Tensor:
-    """Which keys [first_key, last_key) the queries [begin, end) see: boolean, [1 or B, 1, queries, keys]."""
-    query_T1 = torch.arange(begin, end, device=device)[:, None] + query_offset
-    key_1S = torch.arange(first_key, last_key, device=device)[None, :]
+    """Return which of some keys some queries see: boolean, [1 or B, 1, queries, keys]."""
+    query_T1 = torch.arange(queries.start, queries.stop, device=device)[:, None] + query_offset
+    key_1S = torch.arange(keys.start, keys.stop, device=device)[None, :]
     seen_TS = key_1S <= query_T1 if mask_BTS is None else torch.ones_like(key_1S <= query_T1)
     if window is not None:
         seen_TS = seen_TS & (key_1S > query_T1 - window)
     if mask_BTS is None:
         return seen_TS[None, None]
-    return seen_TS & mask_BTS[:, None, begin:end, first_key:last_key]
+    return seen_TS & mask_BTS[:, None, queries, keys]
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float, scale: float) -> Tensor:
-    """Attention whose scores are soft-capped, as in transformers' eager Gemma 2: the softmax in float32."""
-    scores = torch.matmul(q, k.transpose(2, 3)) * scale
+def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, softcap: float, scale: float | None) -> Tensor:
+    """Attend with soft-capped scores, as transformers' eager Gemma 2 does: the softmax in float32."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap)
     # The lowest finite number: a query that sees nothing (padding of a packed sample) must not turn into NaN.
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
@@ -120,9 +120,9 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softcap: float, scale
 def install(
     attn: MultiHeadAttention, *, window: int | None, softcap: float | None = None, scale: float | None = None
 ) -> None:
-    """Makes a torchtune `MultiHeadAttention` attend through `attend` with these constants.
+    """Make a torchtune ``MultiHeadAttention`` attend through ``attend`` with these constants.
 
-    `attn.sliding_window` is set too, so that a split of the sequence over ranks can see it.
+    ``attn.sliding_window`` is set too, so that a split of the sequence over ranks can see it.
     """
     queries_per_key = attn.num_heads // attn.num_kv_heads
     call: Any = partial(attend, window=window, softcap=softcap, scale=scale, queries_per_key=queries_per_key)
@@ -131,14 +131,14 @@ def install(
 
 
 def installed(attn: nn.Module) -> Mapping[str, Any]:
-    """The window, softcap and scale that `install` gave to this attention; all None if it never did."""
+    """Return the window, softcap and scale that ``install`` gave to this attention; None without it."""
     call = getattr(attn, "_attention_call", None)
     given = call.keywords if isinstance(call, partial) and call.func is attend else {}
     return {name: given.get(name) for name in ("window", "softcap", "scale")}
 
 
 def install_everywhere(decoder: TransformerDecoder) -> None:
-    """Lets the layers that still attend through torchtune's own call do so through `attend`."""
+    """Make the layers that still attend through torchtune's own call use ``attend``."""
     for layer in decoder.layers:
         attn = layer.attn
         if type(attn) is MultiHeadAttention and not isinstance(attn._attention_call, partial):

@@ -7,18 +7,14 @@ arguments, and set against the file.
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval.models import hf_config, model_facts
-from ppl_eval.models.families import FAMILIES, check_architecture, family_of, supported
-
-HFConfig = Mapping[str, Any]
-MODES = ("error", "warn", "off")
+from ppl_eval.models import families, model_facts
+from ppl_eval.models.hf_config import HFConfig
 
 # Which builder argument sets a key; of several, the first that the builder has.
 _ARGUMENTS = {
@@ -45,10 +41,10 @@ class Difference:
     """A constant in which the built model departs from config.json.
 
     Attributes:
-        key: The key in config.json.
-        expected: Its value there.
-        actual: What the model uses.
-        remedy: What to type to mend it.
+        key: the key in config.json.
+        expected: its value there.
+        actual: what the model uses.
+        remedy: what to type to remove the difference.
     """
 
     key: str
@@ -57,32 +53,32 @@ class Difference:
     remedy: str
 
     def __str__(self) -> str:
-        """One line: key, both values, remedy."""
+        """Return one line: key, both values, remedy."""
         return f"{self.key}: config.json says {self.expected}, the model has {self.actual}; {self.remedy}"
 
 
 def check_config(
     model: TransformerDecoder, builder: str, config: HFConfig | None, model_type: str | None = None
 ) -> list[Difference]:
-    """Compares the built and corrected model with the checkpoint's config.json.
+    """Compare the built and corrected model with the checkpoint's config.json.
 
     Args:
-        model: The model, on any device, before quantisation and sharding.
-        builder: The builder's dotted path, `model._component_` of the config.
-        config: The checkpoint's config.json; None compares nothing but `model_type`.
-        model_type: The checkpointer's `model_type`; None if the checkpointer needs none.
+        model: the model, on any device, before quantisation and sharding.
+        builder: the builder's dotted path, ``model._component_`` of the config.
+        config: the checkpoint's config.json; None compares nothing but ``model_type``.
+        model_type: the checkpointer's ``model_type``; None if the checkpointer needs none.
 
     Returns:
         Every difference, in the order of the facts.
 
     Raises:
-        ValueError: If the family or the architecture is not supported, or config.json lacks a size.
+        ValueError: if the family or the architecture is not supported, or config.json lacks a size.
     """
-    family = family_of(builder)
+    family = families.family_of(builder)
     differences = []
-    # torchtune's types that share a converter (LLAMA2, LLAMA3, MISTRAL, GEMMA, ...) load the same weights.
-    same_converter = {other.model_type for other in FAMILIES if other.converter == family.converter}
-    if model_type is not None and model_type not in same_converter:
+    # Types that share a converter (LLAMA2, LLAMA3, MISTRAL, GEMMA, ...) load the same weights.
+    alike = {other.model_type for other in families.FAMILIES if other.converter is family.converter}
+    if model_type is not None and model_type not in alike:
         remedy = f"checkpointer.model_type={family.model_type}"
         differences.append(
             Difference(
@@ -91,11 +87,12 @@ def check_config(
         )
     if config is None:
         return differences
-    check_architecture(config)
-    if config["model_type"] != family.hf_model_type:
+    families.check_architecture(config)
+    own_type = family.architecture.model_type
+    if config["model_type"] != own_type:
         section = f"use this section:\n{model_section(config)}"
-        return [*differences, Difference("model_type", config["model_type"], family.hf_model_type, section)]
-    expected, actual = hf_config.facts(config), model_facts.facts(model)
+        return [*differences, Difference("model_type", config["model_type"], own_type, section)]
+    expected, actual = family.architecture.facts(config), model_facts.facts(model)
     assert expected.keys() == actual.keys()
     for key, value in expected.items():
         if not _same(value, actual[key]):
@@ -114,7 +111,7 @@ def _same(expected: Any, actual: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    """A value in few characters: layer by layer lists and LongRoPE's factors are long."""
+    """Write a value in few characters: layer by layer lists and LongRoPE's factors are long."""
     if isinstance(value, list):
         if all(item == value[0] for item in value):
             return f"{value[0]} in every layer"
@@ -135,68 +132,32 @@ def _remedy(key: str, value: Any, builder: str, config: HFConfig) -> str:
         if argument in parameters and wanted is not None:
             return f"set model.{argument}={wanted}"
     return (
-        f"{builder} cannot be told; use this section, and if it differs too, torchtune 0.6.1 cannot build "
-        f"the model:\n{model_section(config)}"
+        f"{builder} has no argument for it; use this section, and if it differs too, torchtune"
+        f" 0.6.1 cannot build the model:\n{model_section(config)}"
     )
 
 
 def model_section(config: HFConfig) -> str:
-    """The `model:` section of a config that builds what config.json describes, as far as torchtune can."""
+    """Return the ``model:`` section that builds what config.json describes, as far as torchtune can."""
     arguments = model_arguments(config)
     return "\n".join(["    model:", *(f"      {key}: {value}" for key, value in arguments.items())])
 
 
 def model_arguments(config: HFConfig) -> dict[str, Any]:
-    """Component and arguments that build what config.json describes, as far as torchtune's components can.
+    """Return component and arguments that build what config.json describes, as far as torchtune can.
 
     Raises:
-        ValueError: If no component builds this architecture.
+        ValueError: if no component builds this architecture.
     """
-    facts = hf_config.facts(config)
-    component = {
-        "mistral": "torchtune.models.mistral.mistral",
-        "gemma": "torchtune.models.gemma.gemma",
-        "gemma2": "torchtune.models.gemma2.gemma2",
-        "phi3": "torchtune.models.phi3.phi3",
-        "qwen2": "torchtune.models.qwen2.qwen2",
-        # One component has both arguments in which Llamas differ: the scaling of RoPE and the tied head.
-        "llama": "torchtune.models.llama3_2.llama3_2",
-    }.get(config["model_type"])
-    if component is None:
-        raise ValueError(f"model_type {config['model_type']!r} has no builder; {supported()}")
+    architecture = families.architecture_of(config)
+    facts, component = architecture.facts(config), architecture.component
     values = {argument: facts[key] for key, names in _ARGUMENTS.items() for argument in names}
     values["sliding_window_size"] = next((window for window in facts["sliding_window"] if window), None)
     scaling = facts["rope_scaling"]
     values["scale_factor"] = scaling["factor"] if scaling["rope_type"] == "llama3" else 1
-    values["max_seq_len"] = hf_config.get(config, "max_position_embeddings", 4096)
+    values["max_seq_len"] = config.get("max_position_embeddings", 4096)
     parameters = inspect.signature(_get_component_from_path(component)).parameters
     return {"_component_": component, **{name: values[name] for name in parameters if name in values}}
-
-
-def enforce(differences: Sequence[Difference], mode: str) -> list[str]:
-    """Acts on differences as `config_check` says.
-
-    Args:
-        differences: From `check_config`.
-        mode: `error`, `warn` or `off`.
-
-    Returns:
-        Notes for the result, one a difference; none for `off`.
-
-    Raises:
-        ValueError: For `error` with any difference: all of them, each with what mends it; or for an unknown
-            mode.
-    """
-    if mode not in MODES:
-        raise ValueError(f"config_check={mode!r} is not allowed; it is one of {', '.join(MODES)}")
-    lines = [str(difference) for difference in differences]
-    if mode == "error" and lines:
-        listed = "\n".join(f"  - {line}" for line in lines)
-        raise ValueError(
-            f"the built model differs from the checkpoint's config.json in {len(lines)} constant(s), so its "
-            f"perplexity would be another model's:\n{listed}\nSet config_check=warn to score it all the same."
-        )
-    return [f"config_check: {line}" for line in lines] if mode == "warn" else []
 
 
 def verify(
@@ -206,17 +167,33 @@ def verify(
     mode: str = "error",
     model_type: str | None = None,
 ) -> tuple[str, list[str]]:
-    """Checks the model against config.json and acts on it: the call that a recipe makes.
+    """Check the model against config.json and act on it: the call that a recipe makes.
+
+    Args:
+        model: see ``check_config``.
+        builder: see ``check_config``.
+        config: see ``check_config``.
+        mode: ``error``, ``warn`` or ``off``.
+        model_type: see ``check_config``.
 
     Returns:
-        The verdict for the result (`checked`, `differs`, `unchecked` without a config.json, `off`) and notes.
+        The verdict for the result (``checked``, ``differs``, ``unchecked`` without a config.json, ``off``)
+        and notes.
 
     Raises:
-        ValueError: See `check_config` and `enforce`.
+        ValueError: for ``error`` with any difference: all of them, each with what mends it; or as
+            ``check_config`` does.
     """
     if mode == "off":
         return "off", ["config_check: off, so the model was not compared with config.json"]
-    notes = enforce(check_config(model, builder, config, model_type), mode)
+    lines = [str(difference) for difference in check_config(model, builder, config, model_type)]
+    if mode == "error" and lines:
+        listed = "\n".join(f"  - {line}" for line in lines)
+        raise ValueError(
+            f"the built model differs from the checkpoint's config.json in {len(lines)} constant(s), so its "
+            f"perplexity would be another model's:\n{listed}\nSet config_check=warn to score it all the same."
+        )
+    notes = [f"config_check: {line}" for line in lines]
     if config is None:
         return "unchecked", [*notes, "config_check: unchecked, because the checkpoint has no config.json"]
     return ("differs" if notes else "checked"), notes

@@ -1,10 +1,11 @@
-"""What torchtune 0.6.1 computes differently from transformers, mended in place on the built model.
+"""What torchtune 0.6.1 computes differently from transformers, corrected in place on the built model.
 
-Each correction takes `(model, builder, hf_config)`, works on meta and on real tensors, may be applied twice,
-changes no parameter's name (torchtune's checkpoints keep loading) and returns one line for the result per
-thing it did. docs/families.md gives the size of every error.
+Each correction takes ``(model, builder, facts)``, works on meta and on real tensors, may be applied
+twice, changes no parameter's name (torchtune's checkpoints keep loading) and returns one line for the result
+per thing it did. docs/families.md gives the size of every error.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,41 +16,35 @@ from torchtune.models.gemma2._component_builders import Gemma2FinalNorm
 from torchtune.models.phi3._position_embeddings import Phi3RotaryPositionalEmbeddings
 from torchtune.modules import MultiHeadAttention, TransformerDecoder, TransformerSelfAttentionLayer
 
-from ppl_eval.models import attention, hf_config
+from ppl_eval.models import attention
 
-HFConfig = Mapping[str, Any]
+# What config.json says, defaults filled in (``families.Architecture.facts``); None without one.
+Facts = Mapping[str, Any] | None
 
 
 def builder_name(builder: str) -> str:
-    """The last part of a builder's dotted path, without the `lora_` or `qlora_` of its adapter forms."""
-    return (
-        builder.rpartition(".")[2].removeprefix("q").removeprefix("lora_")
-        if "lora_" in builder
-        else builder.rpartition(".")[2]
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------
-# Gemma 2
+    """Return the last part of a builder's dotted path, without ``lora_`` or ``qlora_``."""
+    return re.sub("^q?lora_", "", builder.rpartition(".")[2])
 
 
 class Gemma2Layer(TransformerSelfAttentionLayer):
     """Gemma 2's layer with the two norms around its feed-forward in their places.
 
-    torchtune's converter stores transformers' `pre_feedforward_layernorm` as `mlp_scale` and
-    `post_feedforward_layernorm` as `mlp_norm`, and the layer applies `mlp_norm` before the feed-forward. The
-    names stay, so that checkpoints which torchtune wrote load too; the order of use is turned round.
+    torchtune's converter stores transformers' ``pre_feedforward_layernorm`` as ``mlp_scale`` and
+    ``post_feedforward_layernorm`` as ``mlp_norm``, and the layer applies ``mlp_norm`` before the
+    feed-forward. The names stay, so that checkpoints which torchtune wrote load too; the order of use is
+    exchanged.
     """
 
     def forward(self, x: Tensor, *, mask: Any = None, input_pos: Tensor | None = None, **_: Any) -> Tensor:
-        """Maps hidden states [B, T, D] to the next layer's, like the layer it replaces."""
+        """Map hidden states [B, T, D] to the next layer's, like the layer it replaces."""
         h = self.sa_norm(x)
         h = x + self.sa_scale(self.attn(h, h, mask=mask, input_pos=input_pos))
         return h + self.mlp_norm(self.mlp(self.mlp_scale(h)))
 
 
-def gemma2_builder_caps(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
-    """Undoes the swap of the two caps in torchtune's sized builders: 30 for attention, 50 for logits."""
+def gemma2_builder_caps(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
+    """Undo the swap of the two caps in torchtune's sized builders: 30 for attention, 50 for logits."""
     if builder_name(builder) not in ("gemma2_2b", "gemma2_9b", "gemma2_27b") or not _uncorrected_gemma2(
         model
     ):
@@ -63,8 +58,8 @@ def gemma2_builder_caps(model: TransformerDecoder, builder: str, config: HFConfi
     ]
 
 
-def gemma2_final_softcap(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
-    """Moves the final cap from the normed hidden state to the logits: the scorer applies the attribute."""
+def gemma2_final_softcap(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
+    """Move the final cap from the normed hidden state to the logits: the scorer applies the attribute."""
     if not isinstance(model.norm, Gemma2FinalNorm) or isinstance(model.norm.logit_capping, nn.Identity):
         return []
     model.final_logit_softcap = float(model.norm.capping_value)
@@ -75,8 +70,8 @@ def gemma2_final_softcap(model: TransformerDecoder, builder: str, config: HFConf
     ]
 
 
-def gemma2_layers(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
-    """Puts the feed-forward's norms in order and lets attention run in blocks, without a T x T mask."""
+def gemma2_layers(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
+    """Put the feed-forward's norms in order and run attention in blocks, without a T x T mask."""
     if not _uncorrected_gemma2(model):
         return []
     for index, layer in enumerate(model.layers):
@@ -112,18 +107,14 @@ def _uncorrected_gemma2(model: TransformerDecoder) -> bool:
     return isinstance(model.layers[0].attn, Gemma2Attention)
 
 
-# -------------------------------------------------------------------------------------------------- sliding
-# windows
-
-
-def sliding_windows(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
-    """Gives each layer the window that config.json names; torchtune's builders have none."""
-    if config is None:
+def sliding_windows(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
+    """Give each layer the window that config.json names; torchtune's builders have none."""
+    if facts is None:
         return [
             f"{builder_name(builder)}: no config.json, so no sliding window is applied "
             "(Mistral-7B-v0.1 has 4096, Phi-3-mini-4k 2047)"
         ]
-    windows = hf_config.sliding_windows(config)
+    windows = facts["sliding_window"]
     if len(windows) != len(model.layers) or not any(windows):
         return []  # A wrong number of layers is the config check's to report.
     for layer, window in zip(model.layers, windows, strict=True):
@@ -136,30 +127,26 @@ def sliding_windows(model: TransformerDecoder, builder: str, config: HFConfig | 
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------
-# Phi
-
-
 class Phi3RoPE(nn.Module):
     """Rotary positions of the Phi-3 architecture: on a part of the head, with LongRoPE's factors.
 
     inv_freq_i = 1 / (factor_i * base ** (2i / rotary_dim)); cosine and sine are multiplied by
-    `attention_factor`. As in transformers, the long factors serve a whole batch as soon as one position in it
-    reaches `original_max_seq_len`.
-    Source: LongRoPE (arXiv:2402.13753) and transformers' `_compute_longrope_parameters`.
+    ``attention_factor``. As in transformers, the long factors serve a whole batch as soon as one position in
+    it reaches ``original_max_seq_len``.
+    Source: LongRoPE (arXiv:2402.13753) and transformers' ``_compute_longrope_parameters``.
 
     Args:
-        dim: Head size.
-        rotary_dim: How many of its channels are rotated.
+        dim: head size.
+        rotary_dim: how many of its channels are rotated.
         base: RoPE base.
-        short_factor: One divisor per frequency, for short sequences; None for all ones.
-        long_factor: The same for sequences longer than `original_max_seq_len`.
-        original_max_seq_len: Longest sequence, in tokens, of the short factors.
-        attention_factor: Factor on cosine and sine.
+        short_factor: one divisor per frequency, for short sequences; None for all ones.
+        long_factor: the same for sequences longer than ``original_max_seq_len``.
+        original_max_seq_len: longest sequence, in tokens, of the short factors.
+        attention_factor: factor on cosine and sine.
 
     Attributes:
-        sequence_length: Tokens in the whole sequence where a rank has a part of it (context parallelism);
-            None where `input_pos` tells.
+        sequence_length: tokens in the whole sequence where a rank has a part of it (context parallelism);
+            None where ``input_pos`` says it.
     """
 
     theta: Tensor
@@ -171,6 +158,7 @@ class Phi3RoPE(nn.Module):
         dim: int,
         rotary_dim: int,
         base: float,
+        *,
         short_factor: list[float] | None = None,
         long_factor: list[float] | None = None,
         original_max_seq_len: int = 0,
@@ -187,7 +175,7 @@ class Phi3RoPE(nn.Module):
         self.rope_init()
 
     def rope_init(self) -> None:
-        """Computes the frequencies on the default device; loaders call it after building on meta."""
+        """Compute the frequencies on the default device; loaders call it after building on meta."""
         exponent = torch.arange(0, self.rotary_dim, 2).float() / self.rotary_dim
         for name, factor in (("theta", self.short_factor), ("theta_long", self.long_factor)):
             divisor = (
@@ -196,7 +184,7 @@ class Phi3RoPE(nn.Module):
             self.register_buffer(name, 1.0 / (divisor * self.base**exponent), persistent=False)
 
     def forward(self, x_BTHD: Tensor, input_pos: Tensor | None = None) -> Tensor:
-        """Rotates queries or keys [B, T, H, D]; `input_pos` [B, T] or None for 0 to T - 1."""
+        """Rotate queries or keys [B, T, H, D]; ``input_pos`` [B, T] or None for 0 to T - 1."""
         num_positions = x_BTHD.shape[1]
         position = torch.arange(num_positions, device=x_BTHD.device)[None] if input_pos is None else input_pos
         theta = self.theta
@@ -214,8 +202,8 @@ class Phi3RoPE(nn.Module):
         return torch.cat((rotated.type_as(x_BTHD), passed), dim=-1)
 
 
-def phi4_rope_base(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
-    """Gives phi4_14b the RoPE base of microsoft/phi-4, 250,000; torchtune's builder leaves Phi-3's 10,000."""
+def phi4_rope_base(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
+    """Give phi4_14b the RoPE base of microsoft/phi-4, 250,000; torchtune's builder leaves Phi-3's 10,000."""
     ropes = {layer.attn.pos_embeddings for layer in model.layers}
     if builder_name(builder) != "phi4_14b" or any(rope.base != 10_000 for rope in ropes):
         return []
@@ -226,20 +214,21 @@ def phi4_rope_base(model: TransformerDecoder, builder: str, config: HFConfig | N
     return ["phi4_14b: RoPE base 250000 as in microsoft/phi-4; torchtune's builder has 10000"]
 
 
-def phi3_rotary(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
-    """Partial rotation and LongRoPE where config.json asks for them; torchtune knows neither."""
-    if config is None or not isinstance(model.layers[0].attn.pos_embeddings, Phi3RotaryPositionalEmbeddings):
+def phi3_rotary(model: TransformerDecoder, builder: str, facts: Facts) -> list[str]:
+    """Rotate a part of the head, and by LongRoPE, where config.json says so; torchtune does neither."""
+    if facts is None or not isinstance(model.layers[0].attn.pos_embeddings, Phi3RotaryPositionalEmbeddings):
         return []
-    scaling, partial = hf_config.rope_scaling(config), hf_config.partial_rotary_factor(config)
+    scaling = facts["rope_scaling"]
+    is_partial = facts["rotary_dim"] != facts["head_dim"]
     if scaling["rope_type"] not in ("default", "longrope") or (
-        scaling["rope_type"] == "default" and partial == 1.0
+        scaling["rope_type"] == "default" and not is_partial
     ):
         return []
     old = model.layers[0].attn.pos_embeddings
     with old.theta.device:
         rope = Phi3RoPE(
             dim=old.dim,
-            rotary_dim=int(old.dim * partial),
+            rotary_dim=old.dim * facts["rotary_dim"] // facts["head_dim"],
             base=old.base,
             short_factor=scaling.get("short_factor"),
             long_factor=scaling.get("long_factor"),

@@ -1,7 +1,7 @@
 """Causal attention for bfloat16 on CPUs without matrix tiles, where torch's own kernel runs at float32's
 speed.
 
-There `scaled_dot_product_attention` multiplies in float32 throughout. Here only the scores are made so (in
+There ``scaled_dot_product_attention`` multiplies in float32 throughout. Here only the scores are made so (in
 bfloat16 they would be rounded), and the probabilities, which the kernel rounds to bfloat16 too, meet the
 values in bfloat16 products, which are twice as fast. Grouped queries share one product with their key head.
 """
@@ -19,15 +19,15 @@ _BFLOAT16_WITHOUT_TILES = torch.cpu._is_avx512_bf16_supported() and not torch.cp
 
 
 def is_faster(q_BHTD: Tensor) -> bool:
-    """Whether `causal` beats torch's kernel for such queries: in bfloat16 on a CPU that has products for it,
-    but not the tiles (AMX) that torch's kernel would use."""
+    """Return whether ``causal`` beats torch's kernel for such queries: in bfloat16 on a CPU that has products
+    for it, but not the tiles (AMX) that torch's kernel would use."""
     return _BFLOAT16_WITHOUT_TILES and q_BHTD.device.type == "cpu" and q_BHTD.dtype == torch.bfloat16
 
 
 def causal(
     q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None, queries_per_key: int = 1
 ) -> Tensor:
-    """softmax(scale * q k^T, causal) v.
+    """Compute softmax(scale * q k^T, causal) v.
 
     Blocks are cut by the shapes alone, so that no bit depends on the number of threads.
 

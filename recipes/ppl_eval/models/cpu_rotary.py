@@ -19,7 +19,7 @@ _KINDS = (RotaryPositionalEmbeddings, Llama3ScaledRoPE)
 
 
 class WholeRotary(nn.Module):
-    """Takes the place of a torchtune rotary embedding and reads its cache.
+    """Stand-in for a torchtune rotary embedding, whose cache it reads.
 
     Args:
         rope: one of ``RotaryPositionalEmbeddings`` and ``Llama3ScaledRoPE``, whose forwards are the same.
@@ -57,7 +57,7 @@ def _repeated(cache_P2: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def install(decoder: TransformerDecoder) -> None:
-    """Let all layers that have torchtune's plain or Llama 3's scaled embedding turn through `WholeRotary`."""
+    """Replace torchtune's plain and Llama 3's scaled embedding by ``WholeRotary`` in all layers."""
     made: dict[nn.Module, WholeRotary] = {}
     for layer in decoder.layers:
         rope = layer.attn.pos_embeddings

@@ -1,19 +1,65 @@
-"""The model families that can be scored: what torchtune calls them, what transformers calls them, and what
-must be mended.
+"""The model families that can be scored: one table, from which the rest of the project derives.
 
-A new family is one entry in `FAMILIES`, with its corrections, if it needs any, in `family_corrections`.
+Adding a family takes
+
+1. one entry in ``FAMILIES``: the package of its builders, the checkpointer's ``model_type``, the architecture
+   that its config.json names, the converter of Hugging Face's weight names, and corrections (in
+   ``corrections``) where the builder computes something else than transformers;
+2. if no entry has its architecture yet, an ``Architecture``: the defaults and the facts in which its
+   config.json is read differently from a Llama's;
+3. a config in ``configs/<family>/``.
+
+The builder may be torchtune's or our own, and so may the converter. Building, reading checkpoints, the check
+against config.json, its remedies and the corrections follow from the entry. Only a constant of a kind that no
+architecture has yet needs more: its key in ``hf_config.llama_facts``, and in ``model_facts`` how it is read
+out of the built modules. Tokenizers are no part of a family: ``tokenization.encoders`` has a table of their
+classes.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtune.modules import TransformerDecoder
 
+from ppl_eval.models import converters, hf_config
 from ppl_eval.models import corrections as fix
+from ppl_eval.models.hf_config import HFConfig
 
-HFConfig = Mapping[str, Any]
-Correction = Callable[[TransformerDecoder, str, HFConfig | None], list[str]]
+Facts = dict[str, Any]
+# (model, builder's dotted path, what config.json says or None without one) -> notes
+Correction = Callable[[TransformerDecoder, str, Facts | None], list[str]]
+
+
+def _no_other_facts(config: HFConfig) -> Facts:
+    return {}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What transformers calls one ``model_type``, and how it reads that type's config.json.
+
+    Attributes:
+        model_type: ``model_type`` in config.json.
+        component: dotted path of the builder that has an argument for every constant in which models of this
+            type differ; what an error message proposes.
+        defaults: what transformers 5 assumes where config.json lacks the key.
+        other_facts: the facts that it reads differently from ``hf_config.llama_facts``, from a config with
+            its defaults filled in.
+        gguf: ``general.architecture`` of its GGUF files, where ``checkpoints.gguf`` reads them.
+    """
+
+    model_type: str
+    component: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    other_facts: Callable[[HFConfig], Facts] = _no_other_facts
+    gguf: str | None = None
+
+    def facts(self, config: HFConfig) -> Facts:
+        """Return what a config.json says, by its own keys, with transformers' defaults filled in."""
+        filled = {**self.defaults, **config}
+        return hf_config.llama_facts(filled) | self.other_facts(filled)
 
 
 @dataclass(frozen=True)
@@ -21,68 +67,143 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: Name of the torchtune package of its builders and of its folder under configs/.
-        component: Dotted path of the builder that takes every constant as an argument.
-        model_type: The checkpointer's `model_type` (torchtune's `ModelType`).
-        hf_model_type: `model_type` in config.json.
-        converter: Dotted path of torchtune's function from Hugging Face's names and layouts to its own.
-        hf_adds_bos: Whether the published Hugging Face tokenizer prepends BOS to a text by itself.
-        corrections: What is mended in the built model, in this order.
+        builders: dotted path of the package that holds its builders.
+        model_type: the checkpointer's ``model_type`` (torchtune's ``ModelType``); families that share one
+            share the converter.
+        architecture: what its config.json names.
+        converter: turns Hugging Face's weight names and row order into the builder's.
+        corrections: what is changed in the built model, in this order.
     """
 
-    name: str
-    component: str
+    builders: str
     model_type: str
-    hf_model_type: str
-    converter: str
-    hf_adds_bos: bool
+    architecture: Architecture
+    converter: converters.HFConverter
     corrections: tuple[Correction, ...] = ()
 
     @property
-    def package(self) -> str:
-        """The torchtune package that holds the builders."""
-        return f"torchtune.models.{self.name}"
+    def name(self) -> str:
+        """Return the name of its package and of its folder under ``configs/``."""
+        return self.builders.rpartition(".")[2]
 
 
-_LLAMA_CONVERTER = "torchtune.models.convert_weights.hf_to_tune"
-_PHI_CONVERTER = "torchtune.models.phi3._convert_weights.phi3_hf_to_tune"
-_QWEN_CONVERTER = "torchtune.models.qwen2._convert_weights.qwen2_hf_to_tune"
-_GEMMA2_CONVERTER = "torchtune.models.gemma2._convert_weights.gemma2_hf_to_tune"
-_LLAMA2 = "torchtune.models.llama2.llama2"
-_LLAMA3_1 = "torchtune.models.llama3_1.llama3_1"
-_PHI3 = "torchtune.models.phi3.phi3"
-_QWEN2 = "torchtune.models.qwen2.qwen2"
-_GEMMA2_FIXES = (fix.gemma2_builder_caps, fix.gemma2_final_softcap, fix.gemma2_layers)
+def _gemma_facts(config: HFConfig) -> Facts:
+    name = config.get("hidden_act") or "silu"
+    return {
+        # The legacy name "gelu" means the tanh form, as transformers reads it.
+        "hidden_act": "gelu_pytorch_tanh" if name == "gelu" else name,
+        "embedding scale": math.sqrt(hf_config.required(config, "hidden_size")),
+        "norm weight is an offset from 1": True,
+    }
+
+
+def _gemma2_facts(config: HFConfig) -> Facts:
+    return _gemma_facts(config) | {
+        "hidden_act": config.get("hidden_activation") or "silu",
+        "sliding_window": hf_config.windows_by_layer(config, lambda index: index % 2 == 0),
+        "query_pre_attn_scalar": hf_config.required(config, "query_pre_attn_scalar"),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "feed-forward norms": "before and after",
+    }
+
+
+def _phi3_facts(config: HFConfig) -> Facts:
+    return {
+        "rope_scaling": hf_config.rope_scaling(config, aliases={"su": "longrope", "yarn": "longrope"}),
+        "sliding_window": hf_config.same_window(config),
+    }
+
+
+def _qwen2_facts(config: HFConfig) -> Facts:
+    first_window = config.get("max_window_layers", 28)
+    used = config if config.get("use_sliding_window", False) else {**config, "sliding_window": None}
+    return {
+        "sliding_window": hf_config.windows_by_layer(used, lambda index: index >= first_window),
+        "query, key and value bias": True,
+        "attention output bias": False,
+    }
+
+
+LLAMA = Architecture(
+    "llama",
+    # Its builder has both arguments in which Llamas differ: the scaling of RoPE and the tied head.
+    "torchtune.models.llama3_2.llama3_2",
+    {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    gguf="llama",
+)
+MISTRAL = Architecture(
+    "mistral",
+    "torchtune.models.mistral.mistral",
+    {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 8, "sliding_window": 4096},
+    lambda config: {"sliding_window": hf_config.same_window(config)},
+    gguf="llama",
+)
+GEMMA = Architecture(
+    "gemma",
+    "torchtune.models.gemma.gemma",
+    {
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    _gemma_facts,
+)
+GEMMA2 = Architecture(
+    "gemma2",
+    "torchtune.models.gemma2.gemma2",
+    {
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+    },
+    _gemma2_facts,
+)
+PHI3 = Architecture(
+    "phi3",
+    "torchtune.models.phi3.phi3",
+    {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "original_max_position_embeddings": 4096},
+    _phi3_facts,
+)
+QWEN2 = Architecture(
+    "qwen2",
+    "torchtune.models.qwen2.qwen2",
+    {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, "sliding_window": 4096},
+    _qwen2_facts,
+)
+
 _PHI_FIXES = (fix.phi4_rope_base, fix.phi3_rotary, fix.sliding_windows)
+_GEMMA2_FIXES = (fix.gemma2_builder_caps, fix.gemma2_final_softcap, fix.gemma2_layers)
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama2", _LLAMA2, "LLAMA2", "llama", _LLAMA_CONVERTER, True),
-    Family("code_llama2", _LLAMA2, "LLAMA2", "llama", _LLAMA_CONVERTER, True),
-    Family("llama3", "torchtune.models.llama3.llama3", "LLAMA3", "llama", _LLAMA_CONVERTER, True),
-    Family("llama3_1", _LLAMA3_1, "LLAMA3", "llama", _LLAMA_CONVERTER, True),
-    # SmolLM2 is built by this family's component too (scale_factor 1); its tokenizer adds no BOS.
-    Family("llama3_2", "torchtune.models.llama3_2.llama3_2", "LLAMA3_2", "llama", _LLAMA_CONVERTER, True),
-    Family("llama3_3", _LLAMA3_1, "LLAMA3", "llama", _LLAMA_CONVERTER, True),
-    Family(
-        *("mistral", "torchtune.models.mistral.mistral", "MISTRAL", "mistral", _LLAMA_CONVERTER, True),
-        corrections=(fix.sliding_windows,),
-    ),
-    Family("gemma", "torchtune.models.gemma.gemma", "GEMMA", "gemma", _LLAMA_CONVERTER, True),
-    Family(
-        *("gemma2", "torchtune.models.gemma2.gemma2", "GEMMA2", "gemma2", _GEMMA2_CONVERTER, True),
-        corrections=_GEMMA2_FIXES,
-    ),
-    Family("phi3", _PHI3, "PHI3_MINI", "phi3", _PHI_CONVERTER, False, _PHI_FIXES),
-    Family("phi4", _PHI3, "PHI4", "phi3", _PHI_CONVERTER, False, _PHI_FIXES),
-    Family("qwen2", _QWEN2, "QWEN2", "qwen2", _QWEN_CONVERTER, False, (fix.sliding_windows,)),
-    Family("qwen2_5", _QWEN2, "QWEN2", "qwen2", _QWEN_CONVERTER, False, (fix.sliding_windows,)),
+    Family("torchtune.models.llama2", "LLAMA2", LLAMA, converters.llama),
+    Family("torchtune.models.code_llama2", "LLAMA2", LLAMA, converters.llama),
+    Family("torchtune.models.llama3", "LLAMA3", LLAMA, converters.llama),
+    Family("torchtune.models.llama3_1", "LLAMA3", LLAMA, converters.llama),
+    Family("torchtune.models.llama3_2", "LLAMA3_2", LLAMA, converters.llama),  # SmolLM2 too
+    Family("torchtune.models.llama3_3", "LLAMA3", LLAMA, converters.llama),
+    Family("torchtune.models.mistral", "MISTRAL", MISTRAL, converters.llama, (fix.sliding_windows,)),
+    Family("torchtune.models.gemma", "GEMMA", GEMMA, converters.llama),
+    Family("torchtune.models.gemma2", "GEMMA2", GEMMA2, converters.gemma2, _GEMMA2_FIXES),
+    Family("torchtune.models.phi3", "PHI3_MINI", PHI3, converters.phi3, _PHI_FIXES),
+    Family("torchtune.models.phi4", "PHI4", PHI3, converters.phi3, _PHI_FIXES),
+    Family("torchtune.models.qwen2", "QWEN2", QWEN2, converters.qwen2, (fix.sliding_windows,)),
+    Family("torchtune.models.qwen2_5", "QWEN2", QWEN2, converters.qwen2, (fix.sliding_windows,)),
 )
 
 
 def supported() -> str:
-    """One sentence on what can be scored."""
+    """Say in one sentence what can be scored."""
     names = ", ".join(family.name for family in FAMILIES)
-    types = ", ".join(sorted({family.hf_model_type for family in FAMILIES}))
+    types = ", ".join(sorted({family.architecture.model_type for family in FAMILIES}))
     return (
         f"supported are torchtune 0.6.1's text families ({names}), for checkpoints whose config.json says "
         f"model_type {types}"
@@ -90,30 +211,54 @@ def supported() -> str:
 
 
 def family_of(builder: str) -> Family:
-    """The family of a builder, by its dotted path.
+    """Return the family of a builder, by its dotted path.
 
     Raises:
-        ValueError: If no family has it.
+        ValueError: if no family has it.
     """
     for family in FAMILIES:
-        if builder.startswith(f"{family.package}."):
+        if builder.startswith(f"{family.builders}."):
             return family
     raise ValueError(f"model._component_={builder} is of no family that can be scored; {supported()}")
 
 
-def check_architecture(config: HFConfig) -> None:
-    """Refuses checkpoints that no builder of torchtune 0.6.1 computes.
+def family_of_model_type(model_type: str) -> Family:
+    """Return a family of the checkpointer's ``model_type``; those that share one convert alike.
 
     Raises:
-        ValueError: For an unknown model_type, a head other than a language model's, or weights packed by
-            another quantiser.
+        ValueError: if no family has it.
+    """
+    for family in FAMILIES:
+        if family.model_type == model_type:
+            return family
+    allowed = ", ".join(sorted({family.model_type for family in FAMILIES}))
+    raise ValueError(f"checkpointer.model_type is {model_type!r}; text decoders are {allowed}")
+
+
+def architecture_of(config: HFConfig) -> Architecture:
+    """Return the architecture that a checkpoint's config.json names.
+
+    Raises:
+        ValueError: if no family has it.
     """
     model_type = config.get("model_type")
-    if model_type not in {family.hf_model_type for family in FAMILIES}:
-        raise ValueError(
-            f"the checkpoint's config.json has model_type {model_type!r}, which torchtune 0.6.1 cannot "
-            f"build; {supported()}"
-        )
+    for family in FAMILIES:
+        if family.architecture.model_type == model_type:
+            return family.architecture
+    raise ValueError(
+        f"the checkpoint's config.json has model_type {model_type!r}, which torchtune 0.6.1 cannot "
+        f"build; {supported()}"
+    )
+
+
+def check_architecture(config: HFConfig) -> None:
+    """Refuse checkpoints that no family's builder computes.
+
+    Raises:
+        ValueError: for an unknown model_type, a head other than a language model's, or weights packed by
+            another quantiser.
+    """
+    architecture_of(config)
     for architecture in config.get("architectures") or ():
         if not architecture.endswith("ForCausalLM"):
             raise ValueError(
@@ -129,30 +274,33 @@ def check_architecture(config: HFConfig) -> None:
         )
 
 
-def correct(model: TransformerDecoder, builder: str, hf_config: HFConfig | None) -> list[str]:
-    """Mends, in place, what torchtune computes differently from transformers.
+def correct(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:
+    """Change, in place, what the builder computes differently from transformers.
 
     Call it once after building, before weights are loaded, sharded, quantised or compiled; parameter names do
-    not change. The scorer must apply `model.final_logit_softcap` (nats-free number or None) to the logits.
-    Every layer gets `attn.sliding_window` (tokens or None).
+    not change. The scorer must apply ``model.final_logit_softcap`` (a number or None) to the logits. Every
+    layer gets ``attn.sliding_window`` (tokens or None).
 
     Args:
-        model: What the builder returned, on any device, meta included.
-        builder: The builder's dotted path, `model._component_` of the config.
-        hf_config: The checkpoint's config.json, or None if it has none.
+        model: what the builder returned, on any device, meta included.
+        builder: the builder's dotted path, ``model._component_`` of the config.
+        config: the checkpoint's config.json, or None if it has none.
 
     Returns:
         One line per correction, for the result.
 
     Raises:
-        ValueError: If the family or the architecture is not supported.
+        ValueError: if the family or the architecture is not supported, or config.json lacks a size.
     """
     family = family_of(builder)
-    if hf_config is not None:
-        check_architecture(hf_config)
+    if config is not None:
+        check_architecture(config)
     if not hasattr(model, "final_logit_softcap"):
         model.final_logit_softcap = None
-    notes = [note for correction in family.corrections for note in correction(model, builder, hf_config)]
+    notes = []
+    if family.corrections:
+        facts = None if config is None else architecture_of(config).facts(config)
+        notes = [note for correction in family.corrections for note in correction(model, builder, facts)]
     for layer in model.layers:
         if not hasattr(layer.attn, "sliding_window"):
             layer.attn.sliding_window = None

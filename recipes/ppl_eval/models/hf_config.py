@@ -1,121 +1,66 @@
-"""Reading Hugging Face's config.json: one meaning for its old and new spellings and for the keys it leaves
-out.
+"""Reading Hugging Face's config.json: one meaning for its old and new spellings.
 
-Both spellings of RoPE occur: `rope_theta` with `rope_scaling` before transformers 5, `rope_parameters` since.
-A key that a file omits has transformers' default of that model type, not of the file's author.
+Both spellings of RoPE occur: ``rope_theta`` with ``rope_scaling`` before transformers 5, ``rope_parameters``
+since. The functions expect the file with the keys that it omits filled in: those have the defaults of
+transformers for that ``model_type``, which are in the table of ``families``.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HFConfig = Mapping[str, Any]
 
-# What transformers (5.x) assumes when config.json lacks the key.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-    "mistral": {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-    },
-    "gemma": {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "gemma2": {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256,
-    },
-    "phi3": {
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "original_max_position_embeddings": 4096,
-    },
-    "qwen2": {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-    },
-}
-
-
-def get(config: HFConfig, key: str, default: Any = None) -> Any:
-    """The value of a key, or transformers' default for this model type, or `default`."""
-    if key in config:
-        return config[key]
-    return DEFAULTS.get(config.get("model_type", ""), {}).get(key, default)
-
 
 def required(config: HFConfig, key: str) -> Any:
-    """The value of a key that no default can stand in for.
+    """Return the value of a key that no default can stand in for.
 
     Raises:
-        ValueError: If config.json lacks it.
+        ValueError: if config.json lacks it.
     """
-    value = get(config, key)
+    value = config.get(key)
     if value is None:
         raise ValueError(f"config.json has no {key!r}; is it the file that belongs to the checkpoint?")
     return value
 
 
 def head_dim(config: HFConfig) -> int:
-    """Size of an attention head."""
-    return get(config, "head_dim") or required(config, "hidden_size") // required(
+    """Return the size of an attention head."""
+    return config.get("head_dim") or required(config, "hidden_size") // required(
         config, "num_attention_heads"
     )
 
 
-def activation(config: HFConfig) -> str:
-    """Activation of the feed-forward; Gemma's legacy "gelu" means the tanh form, as transformers reads it."""
-    key = "hidden_activation" if config.get("model_type") == "gemma2" else "hidden_act"
-    name = get(config, key) or "silu"
-    return "gelu_pytorch_tanh" if config.get("model_type") == "gemma" and name == "gelu" else name
-
-
-def _rope(config: HFConfig) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
 def rope_theta(config: HFConfig) -> float:
-    """RoPE base."""
+    """Return the RoPE base."""
     return float(_rope(config).get("rope_theta") or config.get("rope_theta") or 10_000.0)
 
 
 def partial_rotary_factor(config: HFConfig) -> float:
-    """Rotated share of a head."""
+    """Return the rotated share of a head."""
     return float(_rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
 
 
-def rope_scaling(config: HFConfig) -> dict[str, Any]:
-    """RoPE scaling in one spelling: `rope_type` and, for llama3 and longrope, every parameter of theirs.
+def rope_scaling(config: HFConfig, aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return RoPE scaling in one spelling: ``rope_type`` and, for llama3 and longrope, all its parameters.
 
     A llama3 or linear scaling by 1 is "default". Types that torchtune cannot express keep their parameters as
-    they stand.
+    they are.
+
+    Args:
+        config: the file.
+        aliases: names under which transformers reads another type for this ``model_type``.
     """
     rope = _rope(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if config.get("model_type") == "phi3" and kind in ("su", "yarn"):  # transformers reads these names so
-        kind = "longrope"
+    kind = (aliases or {}).get(kind, kind)
     if kind == "default" or (kind in ("llama3", "linear") and float(required(rope, "factor")) == 1.0):
         return {"rope_type": "default"}
     if kind not in ("llama3", "longrope"):
         rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "type", "rope_type")}
         return {"rope_type": kind, **rest}
     # Phi-3 keeps the original length beside rope_scaling, Llama 3 inside it.
-    original = get(config, "original_max_position_embeddings") if kind == "longrope" else None
+    original = config.get("original_max_position_embeddings") if kind == "longrope" else None
     original = original or rope.get("original_max_position_embeddings")
     original = original or required(config, "max_position_embeddings")
     if kind == "llama3":
@@ -134,37 +79,37 @@ def rope_scaling(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def sliding_windows(config: HFConfig) -> list[int | None]:
-    """The attention window of every layer, in tokens; None where a layer sees everything before it.
+def same_window(config: HFConfig) -> list[int | None]:
+    """Return the attention window of every layer, in tokens, where all have ``sliding_window``."""
+    window = config.get("sliding_window")
+    return [None if window is None else int(window)] * int(required(config, "num_hidden_layers"))
 
-    `layer_types` decides where the file has it; else Gemma 2 alternates, beginning with a window, Qwen 2
-    slides from `max_window_layers` on if `use_sliding_window`, and Mistral and Phi-3 slide everywhere.
+
+def windows_by_layer(config: HFConfig, slides: Callable[[int], bool]) -> list[int | None]:
+    """Return the attention window of every layer, in tokens; None where it sees everything before it.
+
+    Args:
+        config: the file, whose ``layer_types`` decides where it has one.
+        slides: whether the layer of an index has a window where the file does not say.
     """
-    model_type, layers = config.get("model_type"), int(required(config, "num_hidden_layers"))
-    window = get(config, "sliding_window")
-    if window is None or (model_type == "qwen2" and not config.get("use_sliding_window", False)):
+    window, layers = config.get("sliding_window"), int(required(config, "num_hidden_layers"))
+    if window is None:
         return [None] * layers
-    if model_type in ("gemma2", "qwen2"):
-        kinds = config.get("layer_types")
-        if kinds is not None:
-            slides = [kind == "sliding_attention" for kind in kinds]
-        elif model_type == "gemma2":
-            slides = [index % 2 == 0 for index in range(layers)]
-        else:
-            slides = [index >= config.get("max_window_layers", 28) for index in range(layers)]
-        return [int(window) if slide else None for slide in slides]
-    return [int(window) if model_type in ("mistral", "phi3") else None] * layers
-
-
-def facts(config: HFConfig) -> dict[str, Any]:
-    """What config.json says, by its own keys, with transformers' defaults filled in."""
-    model_type = config["model_type"]
-    gemma = model_type in ("gemma", "gemma2")
-    width, heads = (
-        required(config, "hidden_size"),
-        required(config, "num_attention_heads"),
+    kinds = config.get("layer_types")
+    has_window = (
+        [slides(index) for index in range(layers)]
+        if kinds is None
+        else [kind == "sliding_attention" for kind in kinds]
     )
-    scale = required(config, "query_pre_attn_scalar") if model_type == "gemma2" else head_dim(config)
+    return [int(window) if has else None for has in has_window]
+
+
+def llama_facts(config: HFConfig) -> dict[str, Any]:
+    """Return what a file says, by its own keys, as transformers' Llama reads it.
+
+    The other architectures differ from these facts in a few keys: see ``families.Architecture``.
+    """
+    width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
     attention_bias = bool(config.get("attention_bias", False))
     return {
         "vocab_size": required(config, "vocab_size"),
@@ -172,22 +117,26 @@ def facts(config: HFConfig) -> dict[str, Any]:
         "intermediate_size": required(config, "intermediate_size"),
         "num_hidden_layers": required(config, "num_hidden_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": get(config, "num_key_value_heads") or heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": head_dim(config),
-        "hidden_act": activation(config),
-        "rms_norm_eps": get(config, "rms_norm_eps"),
-        "tie_word_embeddings": bool(get(config, "tie_word_embeddings", False)),
+        "hidden_act": config.get("hidden_act") or "silu",
+        "rms_norm_eps": config.get("rms_norm_eps"),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "rope_theta": rope_theta(config),
         "rope_scaling": rope_scaling(config),
         "rotary_dim": int(head_dim(config) * partial_rotary_factor(config)),
-        "sliding_window": sliding_windows(config),
-        "query_pre_attn_scalar": scale,
-        "attn_logit_softcapping": get(config, "attn_logit_softcapping") if model_type == "gemma2" else None,
-        "final_logit_softcapping": get(config, "final_logit_softcapping") if model_type == "gemma2" else None,
-        "query, key and value bias": True if model_type == "qwen2" else attention_bias,
-        "attention output bias": False if model_type == "qwen2" else attention_bias,
+        "sliding_window": [None] * int(required(config, "num_hidden_layers")),
+        "query_pre_attn_scalar": head_dim(config),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query, key and value bias": attention_bias,
+        "attention output bias": attention_bias,
         "mlp_bias": bool(config.get("mlp_bias", False)),
-        "embedding scale": math.sqrt(width) if gemma else 1.0,
-        "norm weight is an offset from 1": gemma,
-        "feed-forward norms": "before and after" if model_type == "gemma2" else "before",
+        "embedding scale": 1.0,
+        "norm weight is an offset from 1": False,
+        "feed-forward norms": "before",
     }
+
+
+def _rope(config: HFConfig) -> Mapping[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -1,6 +1,6 @@
 """Reading a built torchtune model: every constant of its arithmetic, as its modules will use it.
 
-The builder's arguments are not asked: a builder may ignore one, and a correction may have changed one.
+The builder's arguments are not read: a builder may ignore one, and a correction may have changed one.
 """
 
 import math
@@ -21,7 +21,7 @@ from ppl_eval.models.corrections import Gemma2Layer, Phi3RoPE
 
 
 def facts(model: TransformerDecoder) -> dict[str, Any]:
-    """What the built model uses, read from its modules, by the keys of config.json."""
+    """Return what the built model uses, read from its modules, by the keys of config.json."""
     layers = list(model.layers)
     embedding = model.tok_embeddings
     vocab_size, width = embedding.weight.shape
@@ -68,7 +68,7 @@ def facts(model: TransformerDecoder) -> dict[str, Any]:
 
 
 def _uniform(items: Sequence[Any], read: Callable[[Any], Any]) -> Any:
-    """The one value that all items share, or a list of all values where they differ."""
+    """Return the one value that all items share, or a list of all values where they differ."""
     values = [read(item) for item in items]
     return values[0] if all(value == values[0] for value in values) else values
 
@@ -129,7 +129,7 @@ def _attention_constants(layer: Any) -> float | None:
 
 
 def _scale(layer: Any) -> float:
-    """The number whose inverse square root multiplies the attention scores."""
+    """Return the number whose inverse square root multiplies the attention scores."""
     scale = (
         layer.attn.scaling
         if isinstance(layer.attn, Gemma2Attention)

@@ -49,15 +49,15 @@ def split_attention(decoder: TransformerDecoder, group: dist.ProcessGroup) -> No
 
 
 def announce_length(decoder: TransformerDecoder, num_positions: int) -> None:
-    """Tell rotary embeddings that choose their factors by the length how long the whole sequence is."""
+    """Give the whole sequence's length to rotary embeddings that choose their factors by it."""
     for module in decoder.modules():
         if hasattr(module, "sequence_length"):
             module.sequence_length = num_positions
 
 
 def positions(num_positions: int, cp: int, rank: int) -> torch.Tensor:
-    """Positions [T'] of this rank's two chunks; those at or past ``num_positions`` are padding, which makes
-    the chunks equal.
+    """Return positions [T'] of this rank's two chunks; those from ``num_positions`` on are padding, which
+    makes the chunks equal.
     """
     chunk = -(-num_positions // (2 * cp))
     return torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in _chunks(cp, rank)])
@@ -82,13 +82,12 @@ class Part:
     def take(
         self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """This rank's tokens, labels (padding is not scored) and positions [1, T']."""
+        """Return this rank's tokens, labels (padding is not scored) and positions [1, T']."""
         labels = labels_BT[:, self.position_T].masked_fill(~self.real_T, IGNORE_INDEX)
         return tokens_BT[:, self.position_T], labels, self.position_T[None]
 
     def join(self, values_KBT: torch.Tensor) -> torch.Tensor:
-        """Values of the whole sequence from those of the parts; every position is one rank's, so the sum adds
-        only zeros to it.
+        """Join the values of all parts; every position is one rank's, so the sum adds only zeros to it.
 
         Args:
             values_KBT: this rank's values; float32.
@@ -105,9 +104,9 @@ def attend_part(
     k_BHTD: torch.Tensor,
     v_BHTD: torch.Tensor,
     mask: torch.Tensor | None = None,
+    *,
     dropout_p: float = 0.0,
     is_causal: bool = True,
-    *,
     group: dist.ProcessGroup,
     queries_per_key: int,
     window: int | None,
@@ -149,7 +148,7 @@ def attend_part(
                     x[:, head : head + 1, :stop].expand(-1, queries_per_key, -1, -1) for x in (keys, values)
                 )
                 out_BHTD[:, queries, part] = _attend_chunk(
-                    q_BHTD[:, queries, part], k, v, window, softcap, scale
+                    q_BHTD[:, queries, part], k, v, window=window, softcap=softcap, scale=scale
                 )
     return out_BHTD
 
@@ -158,11 +157,12 @@ def _attend_chunk(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    *,
     window: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Causal attention of the last queries of the keys' sequence."""
+    """Attend causally from the last queries of the keys' sequence."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     if q.is_cuda and window is None and softcap is None:
         return F.scaled_dot_product_attention(
@@ -173,7 +173,7 @@ def _attend_chunk(
 
 
 def _gather(kv_2BHTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Keys and values of the whole padded sequence, in its order."""
+    """Gather keys and values of the whole padded sequence, in its order."""
     cp, chunk = group.size(), kv_2BHTD.shape[3] // 2
     parts = kv_2BHTD.new_empty(cp, *kv_2BHTD.shape)
     dist.all_gather_single(parts.flatten(0, 1), kv_2BHTD.contiguous(), group=group)

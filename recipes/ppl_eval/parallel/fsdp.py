@@ -1,4 +1,4 @@
-"""FSDP: each rank keeps its share of every parameter, loads only that, and borrows one layer at a time during
+"""FSDP: each rank keeps its share of every parameter, loads only that, and gathers one layer at a time during
 the forward.
 """
 
@@ -16,6 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtune.modules import TransformerDecoder
+
+from ppl_eval.checkpoints.lazy_state_dict import init_rotary_tables
 
 
 class Slice(NamedTuple):
@@ -56,7 +58,7 @@ class _HostGather:
         self.buffer = torch.empty(0)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a unit's shards, one after the other."""
+        """Allocate memory for a unit's shards, one after the other."""
         if not self.reuse:
             return torch.empty(*size, dtype=dtype, device=device)
         (numel,) = size
@@ -102,7 +104,7 @@ def shard_model(
         model: the module whose forward runs the decoder and the head; becomes the FSDP root.
         decoder: the decoder inside it, on the meta device or not.
         mesh: (shard,) or (replicate, shard).
-        reshard_after_forward: give borrowed parameters back after each unit. False keeps all but the head:
+        reshard_after_forward: free gathered parameters after each unit. False keeps all but the head:
             faster from the second batch on, and every rank ends up with the whole model in memory.
         cpu_offload: keep the shards in host memory between uses.
         whole_layers: layers are in one piece on a CPU too: to be compiled they must be.
@@ -142,7 +144,7 @@ def shard_model(
 
 @contextmanager
 def whole_head(decoder: TransformerDecoder) -> Iterator[None]:
-    """Have the head's matrix whole for the length of the block, however many times ``decoder.output`` is
+    """Keep the head's matrix whole for the length of the block, however many times ``decoder.output`` is
     called in it.
 
     Without FSDP this does nothing. With it, a tied head reads the embedding's weight without going through
@@ -172,10 +174,7 @@ def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = Fals
         cpu_offload: whether its parameters wait in host memory (``shard_model``).
     """
     model.to_empty(device="cpu" if cpu_offload else device)
-    with device:
-        for module in model.modules():
-            if callable(rope_init := getattr(module, "rope_init", None)):
-                rope_init()
+    init_rotary_tables(model, device)
 
 
 @torch.no_grad()

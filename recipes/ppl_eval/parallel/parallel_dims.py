@@ -2,12 +2,10 @@
 windows.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
-import torchtune.training
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Outermost first: neighbouring ranks, which share a host, are tensor-parallel peers. The names are
@@ -47,7 +45,7 @@ class ParallelDims:
 
     @classmethod
     def from_settings(cls, settings: Any, world_size: int) -> "ParallelDims":
-        """Degrees from the config's keys; without ``data_parallel_replicate_dim`` what the others leave.
+        """Read degrees from the config's keys; without ``data_parallel_replicate_dim`` what the others leave.
 
         Raises:
             ValueError: if they do not fit the number of processes.
@@ -96,45 +94,49 @@ class ParallelDims:
 
     @property
     def degrees(self) -> tuple[int, int, int, int]:
-        """Degrees in the order of ``AXES``."""
+        """Return the degrees in the order of ``AXES``."""
         return self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
     def dp_degree(self) -> int:
-        """Data ranks (``num_replicas`` of a sampler): groups of processes that score different windows."""
+        """Return the data ranks (``num_replicas`` of a sampler): groups that score different windows."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def peers(self) -> int:
-        """Processes that score the same windows together: cp x tp."""
+        """Return how many processes score the same windows together: cp x tp."""
         return self.cp * self.tp
 
     @property
     def forwards_are_shared(self) -> bool:
-        """Whether ranks meet in collectives in every forward, so that all must make the same ones in step."""
+        """Return whether ranks meet in collectives in every forward, so that all must make the same ones in
+        step.
+        """
         return self.dp_shard > 1 or self.peers > 1
 
     def dp_rank(self, rank: int) -> int:
-        """Data rank of a process; tensor- and context-parallel peers share it."""
+        """Return the data rank of a process; tensor- and context-parallel peers share it."""
         return rank // self.peers
 
     def is_counted(self, rank: int) -> bool:
-        """Whether this process's scores go into the totals: one process of each group of peers counts."""
+        """Return whether this process's scores go into the totals: those of one process a group of peers
+        do.
+        """
         return rank % self.peers == 0
 
     @property
     def fsdp_enabled(self) -> bool:
-        """Whether parameters are sharded; context-parallel ranks share them like FSDP ranks do."""
+        """Return whether parameters are sharded; context-parallel ranks share them like FSDP ranks do."""
         return self.dp_shard * self.cp > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether the sequence is split."""
+        """Return whether the sequence is split."""
         return self.cp > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are split."""
+        """Return whether layers are split."""
         return self.tp > 1
 
     def check_quantized(self) -> None:
@@ -152,22 +154,19 @@ class ParallelDims:
                 )
 
     def build_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Mesh with one named axis for each degree above 1, or None for a single process.
+        """Build the mesh with one named axis for each degree above 1, or None for a single process.
 
         Args:
             device_type: ``"cuda"`` or ``"cpu"``.
         """
         if self.world_size == 1:
             return None
-        if (own := _torchtune_class()) is not None:
-            degrees = {axis: getattr(self, axis) for axis in AXES}
-            return own(**degrees, world_size=self.world_size).build_mesh(device_type)
         named = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > 1}
         return init_device_mesh(device_type, tuple(named.values()), mesh_dim_names=tuple(named))
 
 
 def fsdp_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
-    """Mesh for ``fully_shard``: (replicate, shard) for hybrid sharding, else (shard,).
+    """Return the mesh for ``fully_shard``: (replicate, shard) for hybrid sharding, else (shard,).
 
     Context-parallel ranks hold the same weights, so they share them out too: the shard axis is ``dp_shard`` x
     ``cp``.
@@ -184,16 +183,10 @@ def fsdp_mesh(mesh: DeviceMesh, dims: ParallelDims) -> DeviceMesh:
     return DeviceMesh._concatenate([mesh["dp_replicate"], shard]) if dims.dp_replicate > 1 else shard
 
 
-def _torchtune_class() -> Any | None:
-    """``torchtune.training.ParallelDims``, where the installed torchtune has it and it knows all our axes."""
-    own = getattr(torchtune.training, "ParallelDims", None)
-    if own is None or not set(AXES) <= {field.name for field in dataclasses.fields(own)}:
-        return None
-    return own
-
-
 def _nearest(degrees: tuple[int, ...], world_size: int) -> list[tuple[int, ...]]:
-    """Degrees with the right product; those that change the fewest, by the smallest factors, come first."""
+    """Return degrees with the right product; those that change the fewest, by the smallest factors, come
+    first.
+    """
 
     def distance(candidate: tuple[int, ...]) -> tuple[int, float]:
         changed = sum(a != b for a, b in zip(candidate, degrees, strict=True))

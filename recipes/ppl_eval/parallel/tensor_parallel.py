@@ -114,7 +114,9 @@ def check_divides(decoder: TransformerDecoder, tp: int) -> None:
 
 
 def bounds(size: int, parts: int, part: int) -> tuple[int, int]:
-    """Start and stop of one of ``parts`` runs of ``size`` entries whose lengths differ by one at most."""
+    """Return start and stop of one of ``parts`` runs of ``size`` entries whose lengths differ by one at
+    most.
+    """
     return size * part // parts, size * (part + 1) // parts
 
 

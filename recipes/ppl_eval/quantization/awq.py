@@ -1,7 +1,6 @@
-"""AWQ: scale the input columns of a weight before it is rounded, so that the columns that matter are rounded
-less.
+"""AWQ: scale the input columns of a weight before it is rounded, so that those that matter are rounded less.
 
-Which columns matter is told by activations on calibration text. For each layer the exponent of the scale is
+Activations on calibration text show which columns matter. For each layer the exponent of the scale is
 searched that changes the layer's output least (Lin et al., 2023, "AWQ: Activation-aware Weight
 Quantization", section 3.2); scoring one candidate is torchao's work. torchao's own flow keeps the inputs of
 every layer of the model until the end; here one decoder layer is observed, searched and quantised at a time,
@@ -12,6 +11,7 @@ SmoothQuant helps int8 activations only, HQQ uses no data. See docs/quantization
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +28,7 @@ Share = Callable[[int, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def awq(calibration: Mapping[str, Any], groupsize: int = 128, num_steps: int = 20) -> Mapping[str, Any]:
-    """The `quantizer` section of AWQ on int4 weights; exists so that its keys are checked like any
-    component's.
+    """Return the ``quantizer`` section of AWQ on int4 weights; its arguments are the keys that are checked.
 
     Args:
         calibration: {dataset, num_windows}: text that is not the text to be scored, and how many windows of
@@ -41,7 +40,7 @@ def awq(calibration: Mapping[str, Any], groupsize: int = 128, num_steps: int = 2
 
 
 def run_alone(index: int, like: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The `share` of a run of one process: computes everything itself."""
+    """Divide the searches of a run of one process: compute each here."""
     return compute()
 
 
@@ -55,14 +54,14 @@ def awq_layers(
     device: torch.device,
     share: Share = run_alone,
 ) -> list[str]:
-    """Calibrates and quantises the named linear layers of a decoder in place.
+    """Calibrate and quantise the named linear layers of a decoder in place.
 
     Every rank runs the same text through the same layers. The searches, which take nearly all the time, are
-    divided: search number i is computed by one rank and `share(i, like, compute)` gives its result to all,
+    divided: search number i is computed by one rank and ``share(i, like, compute)`` gives its result to all,
     so that the weights are the same bits everywhere whatever hardware the ranks run on.
 
     Args:
-        decoder: torchtune decoder with full-precision weights on `device`.
+        decoder: torchtune decoder with full-precision weights on ``device``.
         names: linear layers to quantise, inside decoder layers.
         scheme: how the scaled weights are quantised.
         batches: tokens_BT, int64.
@@ -74,7 +73,7 @@ def awq_layers(
         Notes.
 
     Raises:
-        ValueError: no calibration text.
+        ValueError: if there is no calibration text.
     """
     calls = _first_layer_calls(decoder, batches, device)
     if not calls:
@@ -91,7 +90,7 @@ def awq_layers(
         }
         inputs, calls = _observe(layer, linears, calls)
         for name, linear in linears.items():
-            _quantize_scaled(linear, inputs.pop(name), scheme, num_steps, index, share)
+            _quantize_scaled(linear, inputs.pop(name), scheme, num_steps, partial(share, index))
             index += 1
     return [
         f"{scheme.name}: {index} layers calibrated on {num_tokens} tokens, {num_steps} exponents tried for "
@@ -100,7 +99,7 @@ def awq_layers(
 
 
 class _Reached(Exception):
-    """The first decoder layer was reached; what lies behind it need not run."""
+    """The first decoder layer was reached; what comes after it need not run."""
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -110,7 +109,9 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def _first_layer_calls(
     decoder: nn.Module, batches: Iterable[torch.Tensor], device: torch.device
 ) -> list[Call]:
-    """What the decoder calls its first layer with, batch by batch: embedded tokens, mask, positions."""
+    """Record what the decoder calls its first layer with, batch by batch: embedded tokens, mask,
+    positions.
+    """
     calls: list[Call] = []
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,7 +134,7 @@ def _first_layer_calls(
 def _observe(
     layer: nn.Module, linears: Mapping[str, nn.Linear], calls: list[Call]
 ) -> tuple[dict[str, list[torch.Tensor]], list[Call]]:
-    """Runs a layer in full precision: the inputs of its linears as rows, and the calls of the next layer."""
+    """Run a layer in full precision: the inputs of its linears as rows, and the calls of the next layer."""
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
 
     def recorder(name: str) -> Callable[..., None]:
@@ -150,16 +151,20 @@ def _observe(
 
 @torch.no_grad()
 def _quantize_scaled(
-    linear: nn.Linear, inputs: list[torch.Tensor], scheme: Scheme, num_steps: int, index: int, share: Share
+    linear: nn.Linear,
+    inputs: list[torch.Tensor],
+    scheme: Scheme,
+    num_steps: int,
+    share: Callable[[torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor],
 ) -> None:
-    """Searches a layer's scale, gives it to all ranks, and quantises the scaled weight with it."""
+    """Search a layer's scale, share it with all ranks, and quantise the scaled weight with it."""
 
     def search() -> torch.Tensor:
         observer = AWQObserver(linear.weight, linear.bias, scheme.config, num_steps)
         observer.inputs = [torch.cat(inputs)]
         return observer.calculate_qparams()
 
-    scale_D = share(index, linear.weight[0], search)
+    scale_D = share(linear.weight[0], search)
     linear.weight = nn.Parameter(linear.weight * scale_D, requires_grad=False)
     scheme.apply(linear)
     scaled = to_weight_tensor_with_linear_activation_scale_metadata(linear.weight.data, scale_D)

@@ -1,8 +1,7 @@
 """Post-training quantisation on load, layer by layer, with an account of what was done to which layer.
 
 torchao leaves a layer that its scheme does not fit in full precision without a word. Here each linear layer
-is looked at
-first: quantised, or skipped for a reason that the result shows.
+is examined first: quantised, or skipped for a reason that the result shows.
 """
 
 import hashlib
@@ -53,22 +52,22 @@ def quantize(
     batches: Iterable[torch.Tensor] | None = None,
     share: Callable[[int, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor] = run_alone,
 ) -> QuantizationReport:
-    """Quantises the linear layers of a loaded model in place.
+    """Quantise the linear layers of a loaded model in place.
 
     The full-precision weight of a layer is dropped before the next one is touched: the peak is the model
     plus a layer.
 
     Args:
-        model: a decoder with its weights on `device`.
-        quantizer_cfg: the `quantizer` section, for example
+        model: a decoder with its weights on ``device``.
+        quantizer_cfg: the ``quantizer`` section, for example
             {_component_: torchtune.training.quantization.Int4WeightOnlyQuantizer, groupsize: 128}.
         device: where the model runs; the packed layout depends on it.
         batches: tokens_BT to calibrate with, for a quantiser that does.
-        share: how the ranks divide the work of calibration (see `calibration.awq_layers`).
+        share: how the ranks divide the work of calibration (see ``awq.awq_layers``).
 
     Raises:
-        ValueError: unknown quantiser or key, a scheme that the device cannot run, weights that are quantised
-            already, or no layer that fits.
+        ValueError: for an unknown quantiser or key, a scheme that the device cannot run, weights that are
+            quantised already, or no layer that fits.
     """
     device = torch.device(device)
     if any(is_quantized(p) for p in model.parameters()):
@@ -109,10 +108,10 @@ def quantize(
 def _sort_layers(
     model: nn.Module, scheme: Scheme, report: QuantizationReport, *, leave_head: bool
 ) -> list[str]:
-    """Names of the layers that the scheme fits; the report says why the others are skipped.
+    """Return the layers that the scheme fits; the report says why the others are skipped.
 
     Raises:
-        ValueError: it fits none.
+        ValueError: if it fits none.
     """
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
@@ -156,7 +155,7 @@ def _count_reasons(report: QuantizationReport) -> dict[str, int]:
 
 
 def digest(model: nn.Module) -> str:
-    """sha256 over the bytes of all quantised weights, by name."""
+    """Hash (sha256) the bytes of all quantised weights, by name."""
     sha = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if is_quantized(parameter):

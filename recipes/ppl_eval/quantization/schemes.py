@@ -1,7 +1,6 @@
-"""The ways to quantise a linear layer: what each is called in a config, which layers it fits, and what it
-does.
+"""The ways to quantise a linear layer: the name in a config, the layers it fits, and what it does.
 
-The deeds are torchao's. torchtune's quantiser classes name two of them; they are not called, because they
+torchao does the work. torchtune's quantiser classes name two of them; they are not called, because they
 change settings of the whole process on the way (torch's float32 precision among them) and because the int4
 one can only pack for CUDA.
 """
@@ -50,16 +49,16 @@ class Scheme(NamedTuple):
     misfit: Callable[[nn.Linear], str | None]
 
     def apply(self, linear: nn.Linear) -> None:
-        """Replaces the layer's weight; the full-precision one is gone when nobody else holds it."""
+        """Replace the layer's weight; the full-precision one is freed when nothing else holds it."""
         quantize_(linear, self.config)
 
 
 def scheme_of(cfg: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Scheme:
-    """The scheme that a `quantizer` section names, tried out on the device.
+    """Return the scheme that a ``quantizer`` section names, tried out on the device.
 
     Raises:
-        ValueError: unknown quantiser, key or group size, a quantiser for training, or a scheme that the
-            device cannot run.
+        ValueError: for an unknown quantiser, key or group size, a quantiser for training, or a scheme that
+            the device cannot run.
     """
     component = str(cfg.get("_component_", ""))
     package, name = component.partition(".")[0], component.rpartition(".")[2]
@@ -96,9 +95,9 @@ def int4_weight_only(
     inner_k_tiles: int = 8,
     use_hqq: bool = False,
 ) -> Scheme:
-    """int4 weights with a scale and a zero point per group: tinygemm on CUDA, the CPU's own kernel elsewhere.
+    """Make int4 weights with a scale and a zero point per group: tinygemm on CUDA, else the CPU's kernel.
 
-    `use_hqq` looks for better zero points by half-quadratic optimisation; it needs no data.
+    ``use_hqq`` looks for better zero points by half-quadratic optimisation; it needs no data.
     """
     _check_group_size(groupsize)
     on_cpu = device.type == "cpu"
@@ -122,7 +121,7 @@ def int4_weight_only(
 
 
 def int8_dynamic_int4_weight(*, device: torch.device, dtype: torch.dtype, groupsize: int = 256) -> Scheme:
-    """int8 activations, scaled per token as they come, and symmetric int4 weights per group."""
+    """Make int8 activations, scaled per token as they come, and symmetric int4 weights per group."""
     _check_group_size(groupsize)
     config = Int8DynamicActivationInt4WeightConfig(group_size=groupsize, set_inductor_config=False)
     name = f"int8 dynamic activation, int4 weight, group size {groupsize}"
@@ -130,12 +129,12 @@ def int8_dynamic_int4_weight(*, device: torch.device, dtype: torch.dtype, groups
 
 
 def int8_weight_only(*, device: torch.device, dtype: torch.dtype) -> Scheme:
-    """int8 weights, one scale per output row."""
+    """Make int8 weights, one scale per output row."""
     return Scheme("int8 weight-only", "8w", Int8WeightOnlyConfig(set_inductor_config=False), lambda _: None)
 
 
 def int8_dynamic_int8_weight(*, device: torch.device, dtype: torch.dtype) -> Scheme:
-    """int8 activations, scaled per token as they come, and int8 weights, one scale per output row."""
+    """Make int8 activations, scaled per token as they come, and int8 weights, one scale per output row."""
 
     def misfit(linear: nn.Linear) -> str | None:
         if linear.in_features < INT8_MIN_COLUMNS:
@@ -147,7 +146,7 @@ def int8_dynamic_int8_weight(*, device: torch.device, dtype: torch.dtype) -> Sch
 
 
 def float8_weight_only(*, device: torch.device, dtype: torch.dtype) -> Scheme:
-    """float8 (e4m3) weights, one scale per output row."""
+    """Make float8 (e4m3) weights, one scale per output row."""
     return Scheme(
         "float8 weight-only", "f8w", Float8WeightOnlyConfig(set_inductor_config=False), lambda _: None
     )
@@ -167,11 +166,10 @@ def _group_misfit(linear: nn.Linear, groupsize: int) -> str | None:
 
 
 def _try_out(scheme: Scheme, device: torch.device, dtype: torch.dtype) -> None:
-    """Quantises a small layer and runs it, so that a device that lacks a kernel says so before the weights
-    are touched.
+    """Quantise a small layer and run it, so that a missing kernel shows before the weights are changed.
 
     Raises:
-        ValueError: it cannot, with its own words.
+        ValueError: if it fails, with the message of the failure.
     """
     rows, columns = PROBE_SHAPE
     linear = nn.Linear(columns, rows, bias=False, device=device, dtype=dtype).requires_grad_(False)

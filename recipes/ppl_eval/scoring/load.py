@@ -65,7 +65,7 @@ def build_on_meta(settings: Settings, dtype: torch.dtype) -> TransformerDecoder:
 def match_family(
     model: TransformerDecoder, checkpoint: LoadedCheckpoint, settings: Settings
 ) -> tuple[str, list[str]]:
-    """Mend what torchtune computes differently from transformers, then hold the model against config.json.
+    """Correct what torchtune computes differently from transformers, then hold the model against config.json.
 
     Args:
         model: as built, on meta: before weights, shards and quantisation.
@@ -114,14 +114,29 @@ def prepare_for_device(decoder: TransformerDecoder, device: torch.device, compil
         rotary.install(decoder)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a model computes, and in which dtype.
+
+    Attributes:
+        device: of this rank.
+        dtype: of the weights.
+        dims: degrees of parallelism.
+        mesh: what ``dims.build_mesh`` returned.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    dims: ParallelDims
+    mesh: DeviceMesh | None
+
+
 def load_model(
     decoder: TransformerDecoder,
     checkpoint: LoadedCheckpoint,
     settings: Settings,
-    device: torch.device,
-    dtype: torch.dtype,
-    dims: ParallelDims,
-    mesh: DeviceMesh | None,
+    placement: Placement,
+    *,
     batches: list[torch.Tensor] | None = None,
     share: Share = run_alone,
 ) -> BuiltModel:
@@ -133,6 +148,7 @@ def load_model(
         ValueError: if checkpoint and model do not fit, the quantiser cannot be used, or the model cannot be
             split so.
     """
+    device, dtype, dims = placement.device, placement.dtype, placement.dims
     num_parameters = count_parameters(decoder)
     state_dict = checkpoint.state_dict
     decoder.eval().requires_grad_(False)
@@ -141,24 +157,6 @@ def load_model(
     if whole:
         dims.check_quantized()
     whole = whole or not (dims.fsdp_enabled or dims.tp_enabled)
-    plan = settings.tensor_parallel_plan
-    # Lanes have logits at the same time. Without lanes a CPU cuts the same chunks: their shape is part of the
-    # bits.
-    chunks_at_once = lanes.MAX_LANES if device.type == "cpu" else 1
-
-    def split() -> parallel.SplitModel:
-        return parallel.split_model(
-            decoder,
-            dims,
-            mesh,
-            device,
-            max_logits_bytes=int(settings.max_logits_mib * 2**20) // chunks_at_once,
-            shard=not whole,
-            plan=None if plan is None else instantiate("tensor_parallel_plan", plan),
-            reshard_after_forward=settings.fsdp_reshard_after_forward,
-            cpu_offload=settings.fsdp_cpu_offload,
-            whole_layers=settings.compile,
-        )
 
     notes: list[str] = []
     if dtype == torch.float64:
@@ -172,15 +170,36 @@ def load_model(
         if settings.quantizer is not None:
             report = quantize(decoder, settings.quantizer, device, batches=batches, share=share)
             notes += report.notes
-        model = split()
+        model = _split(decoder, settings, placement, shard=False)
     else:
         names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
         notes += note_conversions(state_dict, names, dtype)
-        model = split()
+        model = _split(decoder, settings, placement, shard=True)
         model.load(state_dict)
     if settings.compile:
         training.compile_model(decoder)
     return BuiltModel(model.scorer, num_parameters, report, notes + model.notes)
+
+
+def _split(
+    decoder: TransformerDecoder, settings: Settings, placement: Placement, *, shard: bool
+) -> parallel.SplitModel:
+    plan = settings.tensor_parallel_plan
+    # Lanes have logits at the same time. Without lanes a CPU cuts the same chunks: their shape is part of the
+    # bits.
+    chunks_at_once = lanes.MAX_LANES if placement.device.type == "cpu" else 1
+    return parallel.split_model(
+        decoder,
+        placement.dims,
+        placement.mesh,
+        placement.device,
+        max_logits_bytes=int(settings.max_logits_mib * 2**20) // chunks_at_once,
+        shard=shard,
+        plan=None if plan is None else instantiate("tensor_parallel_plan", plan),
+        reshard_after_forward=settings.fsdp_reshard_after_forward,
+        cpu_offload=settings.fsdp_cpu_offload,
+        whole_layers=settings.compile,
+    )
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,33 @@ _MEMORYLESS = frozenset(
     }
     | {"Whitespace", "WhitespaceSplit", "CharDelimiterSplit"}
 )
-# torchtune's tokenizers that hand a text to SentencePiece as it is, and those that run a GPT-2 style encoder
-# of their own.
-_SENTENCEPIECE = ("Llama2Tokenizer", "MistralTokenizer", "GemmaTokenizer", "Phi3MiniTokenizer")
-_BYTE_LEVEL = ("Phi4Tokenizer", "Qwen2Tokenizer", "Qwen2_5Tokenizer")
+
+
+@dataclass(frozen=True)
+class TokenizerClass:
+    """What is known about one of torchtune's tokenizer classes.
+
+    Attributes:
+        kind: what encodes a text: ``sentencepiece``, which gets it as it is, ``tiktoken``, or
+            ``byte_level``, a GPT-2 style encoder of torchtune's own.
+        adds_bos: whether the published Hugging Face tokenizer puts BOS before a text by itself. torchtune's
+            classes do not say: their ``encode`` has an argument for it.
+    """
+
+    kind: Literal["sentencepiece", "tiktoken", "byte_level"]
+    adds_bos: bool
+
+
+TOKENIZER_CLASSES = {
+    "Llama2Tokenizer": TokenizerClass("sentencepiece", adds_bos=True),
+    "Llama3Tokenizer": TokenizerClass("tiktoken", adds_bos=True),
+    "MistralTokenizer": TokenizerClass("sentencepiece", adds_bos=True),
+    "GemmaTokenizer": TokenizerClass("sentencepiece", adds_bos=True),
+    "Phi3MiniTokenizer": TokenizerClass("sentencepiece", adds_bos=False),
+    "Phi4Tokenizer": TokenizerClass("byte_level", adds_bos=False),
+    "Qwen2Tokenizer": TokenizerClass("byte_level", adds_bos=False),
+    "Qwen2_5Tokenizer": TokenizerClass("byte_level", adds_bos=False),
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +125,12 @@ def _build(config: str) -> Any:
     return instantiate(OmegaConf.create(json.loads(config)))
 
 
+def tokenizer_class(tokenizer: Any) -> TokenizerClass | None:
+    """Return what is known about the class of a tokenizer; None for one that is not torchtune's."""
+    kind = type(tokenizer)
+    return TOKENIZER_CLASSES.get(kind.__name__) if kind.__module__.startswith("torchtune.") else None
+
+
 def encoding_of(tokenizer: Any, config: Mapping[str, Any]) -> Encoding:
     """Return the encoding of an instantiated torchtune tokenizer.
 
@@ -111,24 +140,25 @@ def encoding_of(tokenizer: Any, config: Mapping[str, Any]) -> Encoding:
     """
     from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer, _tiktoken
 
-    kind = type(tokenizer)
-    name = kind.__name__ if kind.__module__.startswith("torchtune.") else None
-    if kind is HuggingFaceBaseTokenizer:
+    known = tokenizer_class(tokenizer)
+    kind = known and known.kind
+    if type(tokenizer) is HuggingFaceBaseTokenizer:
         inner = tokenizer.tokenizer
         # A tokenizer.json may hold the length limit that it was trained with, which would drop text silently.
         inner.no_truncation()
         inner.no_padding()
         return Encoding(partial(encode_hf, inner), one_call=_why_one_call(json.loads(inner.to_str())))
-    if name in _SENTENCEPIECE:
+    if kind == "sentencepiece":
         processor = tokenizer._spm_model.spm_model
         return Encoding(
             partial(encode_sentencepiece, processor), one_call=_why_one_call_sentencepiece(processor)
         )
-    if name == "Llama3Tokenizer" and type(tokenizer.tt_model) is _tiktoken.TikTokenBaseTokenizer:
+    if kind == "tiktoken" and type(tokenizer.tt_model) is _tiktoken.TikTokenBaseTokenizer:
         cut_every, longest_run = _tiktoken.MAX_ENCODE_CHARS, _tiktoken.MAX_NO_WHITESPACE_CHARS
         encode = partial(encode_tiktoken, tokenizer.tt_model.tt_model, cut_every, longest_run)
         return Encoding(encode, cut_every=cut_every)
-    reason = None if name in _BYTE_LEVEL else f"nothing is known about cutting texts for {kind.__name__}"
+    unknown = f"nothing is known about cutting texts for {type(tokenizer).__name__}"
+    reason = None if kind == "byte_level" else unknown
     if "_component_" in config:
         return Encoding(partial(encode_configured, json.dumps(dict(config))), one_call=reason)
     return Encoding(partial(encode_torchtune, tokenizer), one_call=reason)

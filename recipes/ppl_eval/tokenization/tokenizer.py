@@ -11,20 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ppl_eval.tokenization.encoders import Encoding, encoding_of
-
-# Whether the family's Hugging Face tokenizer adds BOS when it is called on a text. torchtune's classes do not
-# say: their `encode` adds BOS by default.
-_ADDS_BOS = {
-    "Llama2Tokenizer": True,
-    "Llama3Tokenizer": True,
-    "MistralTokenizer": True,
-    "GemmaTokenizer": True,
-    "Phi3MiniTokenizer": False,
-    "Phi4Tokenizer": False,
-    "Qwen2Tokenizer": False,
-    "Qwen2_5Tokenizer": False,
-}
+from ppl_eval.tokenization.encoders import Encoding, encoding_of, tokenizer_class
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,8 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
     if isinstance(tokenizer, HuggingFaceBaseTokenizer):
         adds_bos = tokenizer.hf_adds_bos or bool((tokenizer.config or {}).get("add_bos_token"))
     else:
-        adds_bos = _ADDS_BOS.get(type(tokenizer).__name__, tokenizer.bos_id is not None)
+        known = tokenizer_class(tokenizer)
+        adds_bos = known.adds_bos if known else tokenizer.bos_id is not None
     return TextEncoder(
         encoding=encoding,
         decode=tokenizer.decode,
