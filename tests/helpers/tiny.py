@@ -6,9 +6,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from helpers.tiny_tokenizers import byte_level_bpe, write_folder
-
 from helpers.models import write_random
+from helpers.tiny_tokenizers import byte_level_bpe, write_folder
 
 VOCAB_SIZE = 320
 SHAPE = {
