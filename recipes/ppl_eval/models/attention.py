@@ -73,6 +73,23 @@ def attend(
         if cpu_attention.is_faster(q_BHTD):
             return cpu_attention.causal(q_BHTD, k_BHSD, v_BHSD, scale, queries_per_key)
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=True, scale=scale)
+    return _attend_in_blocks(
+        q_BHTD, k_BHSD, v_BHSD, mask, window=window, softcap=softcap, scale=scale, query_offset=query_offset
+    )
+
+
+def _attend_in_blocks(
+    q_BHTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    mask: Tensor | None,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    query_offset: int,
+) -> Tensor:
+    num_queries, num_keys = q_BHTD.shape[2], k_BHSD.shape[2]
     blocks = []
     for begin in range(0, num_queries, QUERY_BLOCK):
         queries = slice(begin, min(begin + QUERY_BLOCK, num_queries))
