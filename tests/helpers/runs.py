@@ -1,17 +1,25 @@
-"""Run the recipe as a person does, in processes of its own, and read what it wrote."""
+"""Run the recipe in processes of its own, and read what it wrote."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+
+from helpers.processes import Script, rank_variables
 
 BIN = Path(sys.executable).parent
 TUNE = str(BIN / "tune")
 TORCHRUN = str(BIN / "torchrun")
 PPL_EVAL = str(BIN / "ppl-eval")
+MANY_RUNS = str(Path(__file__).with_name("many_runs.py"))
 
 
 @dataclass
@@ -44,11 +52,51 @@ def result_of(output_dir: Path) -> dict[str, Any]:
 
 
 def many(
-    num_processes: int, argvs: list[list[str]], scratch: Path, env: dict[str, str] | None = None
+    num_processes: int,
+    argvs: list[list[str]],
+    scratch: Path,
+    env: dict[str, str] | None = None,
+    nodes: Sequence[int] | None = None,
 ) -> Finished:
-    """Run the recipe once for every argument list, all in one launch of ``num_processes`` ranks: imports are
-    slow, runs are not."""
+    """Run the recipe once for every argument list, all in the same ``num_processes`` ranks.
+
+    The ranks get what torchrun would give them: its variables, a store, one thread each. Tests of the launch
+    itself start ``tune run`` or ``torchrun``.
+
+    Args:
+        num_processes: ranks.
+        argvs: argument lists of the recipe.
+        scratch: a folder to write to.
+        env: further variables.
+        nodes: node that each rank believes to be on; None for one node.
+    """
     jobs = scratch / f"jobs{num_processes}.json"
     jobs.write_text(json.dumps(argvs))
-    script = str(Path(__file__).with_name("many_runs.py"))
-    return run(TORCHRUN, "--standalone", "--nproc_per_node", str(num_processes), script, str(jobs), env=env)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **({"OMP_NUM_THREADS": "1"} if num_processes > 1 else {}),
+        **(env or {}),
+    }
+    places = [rank_variables(rank, num_processes) for rank in range(num_processes)]
+    for rank, node in enumerate(nodes or []):
+        places[rank] |= {"GROUP_RANK": str(node), "LOCAL_RANK": str(list(nodes[:rank]).count(node))}
+    return scripts([[MANY_RUNS, str(jobs)]] * num_processes, [shared | place for place in places], scratch)
+
+
+def scripts(
+    argvs: list[list[str]], envs: list[dict[str, str]], scratch: Path, timeout: float = 300
+) -> Finished:
+    """Run Python scripts beside one another to their end; the exit code is the first that is not 0."""
+    with tempfile.NamedTemporaryFile(dir=scratch, suffix=".txt", delete=False) as file:
+        output = Path(file.name)
+    running = [Script(argv, env, output) for argv, env in zip(argvs, envs, strict=True)]
+    deadline = time.monotonic() + timeout
+    try:
+        codes = [script.wait(max(0.0, deadline - time.monotonic())) for script in running]
+    finally:
+        for script in running:
+            script.kill()
+    return Finished(next(filter(None, codes), 0), output.read_text(encoding="utf-8"))
