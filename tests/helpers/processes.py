@@ -59,6 +59,7 @@ def run_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[...
 
         @functools.wraps(test)
         def launch(*, world_size: int, **fixtures: Any) -> None:
+            __tracebackhide__ = True
             on_ranks(launch, world_size, **fixtures, **({"world_size": world_size} if wants_size else {}))
 
         if not wants_size:
@@ -86,6 +87,7 @@ def on_ranks(function: Callable[..., Any], world_size: int, /, *args: Any, **kwa
     Raises:
         AssertionError: with the traceback of the first rank that failed; the others are stopped.
     """
+    __tracebackhide__ = True
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = str(Path(folder) / "rendezvous")
@@ -106,8 +108,12 @@ def on_ranks(function: Callable[..., Any], world_size: int, /, *args: Any, **kwa
                 )
                 silent = sorted(set(range(world_size)) - set(results))
                 assert ready, f"ranks {silent} neither returned nor failed in {TIMEOUT}"
+                failed = []
                 for pipe in ready:
-                    results[pipes[pipe]] = _receive(pipe, pipes[pipe])
+                    returned, results[pipes[pipe]] = _receive(pipe)
+                    failed += [] if returned else [f"rank {pipes[pipe]} failed:\n{results[pipes[pipe]]}"]
+                # Together: errors of its peers may be here as soon as the one that caused them.
+                assert not failed, "\n".join(failed)
         finally:
             for process in processes:
                 # A rank that returned ends by itself; one whose peers failed would wait for them.
@@ -118,13 +124,11 @@ def on_ranks(function: Callable[..., Any], world_size: int, /, *args: Any, **kwa
     return [results[rank] for rank in range(world_size)]
 
 
-def _receive(pipe: Connection, rank: int) -> Any:
+def _receive(pipe: Connection) -> tuple[bool, Any]:
     try:
-        returned, value = pickle.loads(pipe.recv_bytes())
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise AssertionError(f"rank {rank} ended without a result") from None
-    assert returned, f"rank {rank} failed:\n{value}"
-    return value
+        return False, "it ended without a result"
 
 
 def _rank(

@@ -24,10 +24,11 @@ MANY_RUNS = str(Path(__file__).with_name("many_runs.py"))
 
 @dataclass
 class Finished:
-    """A process that ended: its exit code, and stdout and stderr together."""
+    """A command that ended: its exit code, stdout and stderr together, and the exit codes of its ranks."""
 
     code: int
     output: str
+    codes: tuple[int, ...] = ()
 
 
 def run(
@@ -60,9 +61,6 @@ def many(
 ) -> Finished:
     """Run the recipe once for every argument list, all in the same ``num_processes`` ranks.
 
-    The ranks get what torchrun would give them: its variables, a store, one thread each. Tests of the launch
-    itself start ``tune run`` or ``torchrun``.
-
     Args:
         num_processes: ranks.
         argvs: argument lists of the recipe.
@@ -72,31 +70,42 @@ def many(
     """
     jobs = scratch / f"jobs{num_processes}.json"
     jobs.write_text(json.dumps(argvs))
+    envs = [dict(env or {}) for _ in range(num_processes)]
+    for rank, node in enumerate(nodes or []):
+        envs[rank] |= {"GROUP_RANK": str(node), "LOCAL_RANK": str(list(nodes[:rank]).count(node))}
+    return ranks([[MANY_RUNS, str(jobs)]] * num_processes, scratch, envs)
+
+
+def ranks(
+    argvs: list[list[str]], scratch: Path, envs: list[dict[str, str]] | None = None, timeout: float = 300
+) -> Finished:
+    """Run one Python script a rank, with what torchrun gives them: its variables, a store, one thread each.
+
+    Nothing ends the others when a rank ends. Tests of the launch itself start ``tune run`` or ``torchrun``.
+
+    Args:
+        argvs: script and arguments of every rank.
+        scratch: a folder to write to.
+        envs: further variables of every rank.
+        timeout: seconds after which a rank that still runs fails the test.
+    """
+    with tempfile.NamedTemporaryFile(dir=scratch, suffix=".txt", delete=False) as file:
+        output = Path(file.name)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        **({"OMP_NUM_THREADS": "1"} if num_processes > 1 else {}),
-        **(env or {}),
+        **({"OMP_NUM_THREADS": "1"} if len(argvs) > 1 else {}),
     }
-    places = [rank_variables(rank, num_processes) for rank in range(num_processes)]
-    for rank, node in enumerate(nodes or []):
-        places[rank] |= {"GROUP_RANK": str(node), "LOCAL_RANK": str(list(nodes[:rank]).count(node))}
-    return scripts([[MANY_RUNS, str(jobs)]] * num_processes, [shared | place for place in places], scratch)
-
-
-def scripts(
-    argvs: list[list[str]], envs: list[dict[str, str]], scratch: Path, timeout: float = 300
-) -> Finished:
-    """Run Python scripts beside one another to their end; the exit code is the first that is not 0."""
-    with tempfile.NamedTemporaryFile(dir=scratch, suffix=".txt", delete=False) as file:
-        output = Path(file.name)
-    running = [Script(argv, env, output) for argv, env in zip(argvs, envs, strict=True)]
+    running = []
     deadline = time.monotonic() + timeout
     try:
-        codes = [script.wait(max(0.0, deadline - time.monotonic())) for script in running]
+        for rank, (argv, env) in enumerate(zip(argvs, envs or [{}] * len(argvs), strict=True)):
+            place = rank_variables(rank, len(argvs))
+            running.append(Script(argv, {**shared, **place, **env}, output))
+        codes = tuple(script.wait(max(0.0, deadline - time.monotonic())) for script in running)
     finally:
         for script in running:
             script.kill()
-    return Finished(next(filter(None, codes), 0), output.read_text(encoding="utf-8"))
+    return Finished(next(filter(None, codes), 0), output.read_text(encoding="utf-8"), codes)
