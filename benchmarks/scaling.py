@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from helpers.processes import run_ranks
+from helpers.processes import on_ranks
 from ppl_eval.distributed.agreement import Node
 from ppl_eval.distributed.collectives import add_over_ranks
 from ppl_eval.distributed.heartbeat import Heartbeats
@@ -87,8 +87,9 @@ def predict(constants: Constants, job: Job, world_size: int) -> dict[str, float]
     return {"compute": compute, "reduce": reduce, "load": job.load_seconds, "straggler": batch + spread}
 
 
-def reduction_seconds(rank: int, world_size: int) -> dict[str, float]:
+def reduction_seconds() -> dict[str, float]:
     """Median time of one sum over ranks, flat and by node of two ranks; on every rank of a group."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     nodes = [list(range(first, min(first + 2, world_size))) for first in range(0, world_size, 2)]
     vector = np.arange(VECTOR_SIZE, dtype=np.int64) + rank
     found = {}
@@ -193,7 +194,7 @@ def main() -> None:
     print("one sum over ranks, milliseconds (median of 30; slowest rank)")
     steps = []
     for size in sizes:
-        found = run_ranks(reduction_seconds, size)
+        found = on_ranks(reduction_seconds, size)
         slowest = {topology: max(rank[topology] for rank in found) for topology in found[0]}
         steps.append(slowest["flat"] / math.log2(size))
         print(f"  {size:5} processes  " + "  ".join(f"{name} {t * 1e3:.2f}" for name, t in slowest.items()))

@@ -2,22 +2,27 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from helpers.runs import TORCHRUN, run
+from helpers.processes import rank_variables
+from helpers.runs import TORCHRUN, ranks, run
 from helpers.tiny import write_config
 from ppl_eval.distributed.agreement import find_problem
+from ppl_eval.distributed.rendezvous import EXIT_BAD_INPUT
 
 HELPERS = Path(__file__).parents[1] / "helpers"
-ODD_RANK, ODD_RANKS = str(HELPERS / "one_odd_rank.py"), str(HELPERS / "odd_ranks.py")
-KINDS = ("torch_version", "config", "seed", "backend", "checkpoint", "data")
+ODD_RANK = str(HELPERS / "one_odd_rank.py")
+# A rank that waits for another to come, or to answer, would outlive the deadline.
+NO_TIMEOUT = "timeout_seconds=3600"
+DEADLINE = 120
 
 
 def report(host="a", error=None, **facts):
@@ -61,89 +66,116 @@ def config(tiny, tmp_path, private_home):
     [("fails", "error: injected on rank 1"), ("crashes", "RuntimeError: injected on rank 1")],
 )
 def test_one_odd_rank_ends_the_job(config, tmp_path, odd, words):
-    finished = run(
-        TORCHRUN, "--standalone", "--nproc_per_node", "3", ODD_RANK, odd, "--config", str(config), timeout=120
-    )
+    job = [TORCHRUN, "--standalone", "--nproc_per_node", "3", ODD_RANK, odd, "--config", str(config)]
+    finished = run(*job, NO_TIMEOUT, timeout=DEADLINE)
     assert finished.code != 0
     assert finished.output.count(words) == 1, finished.output
     assert not (tmp_path / "out" / "result.json").exists()
 
 
 def test_an_error_of_rank_0_while_its_neighbours_wait_for_it_ends_the_job(config, tmp_path):
-    job = [TORCHRUN, "--standalone", "--nproc_per_node", "3", "-m", "distributed_ppl_eval"]
-    finished = run(*job, "--config", str(config), "baseline=/no/such.json", timeout=60)
-    assert finished.code != 0
+    job = ["-m", "distributed_ppl_eval", "--config", str(config), "baseline=/no/such.json", NO_TIMEOUT]
+    finished = ranks([job] * 3, tmp_path)
+    assert all(finished.codes), finished.output
     assert finished.output.count("cannot read /no/such.json") == 1, finished.output
 
 
-def test_a_mismatch_of_each_kind_is_found_before_work(tiny, tmp_path, private_home):
+@pytest.fixture
+def two_ranks(tiny, tmp_path, private_home):
+    """Run two ranks that must find a mismatch before they work; returns what they print."""
+    # What a path of the config holds may differ between nodes; every rank here is a node of its own.
+    config = write_config(tmp_path / "config.yaml", Path("${oc.env:FOLDER}"), Path("${oc.env:TEXT}"))
+    mine = {"FOLDER": str(tiny.folder), "TEXT": str(tiny.text)}
+
+    def two_ranks(kind="normal", *overrides, **other):
+        argv = [ODD_RANK, kind, "--config", str(config), NO_TIMEOUT]
+        envs = [
+            {**mine, "GROUP_RANK": "0", "LOCAL_RANK": "0"},
+            {**mine, "GROUP_RANK": "1", "LOCAL_RANK": "0", **other},
+        ]
+        finished = ranks([argv, [*argv, *overrides]], tmp_path, envs)
+        assert finished.codes == (EXIT_BAD_INPUT, EXIT_BAD_INPUT), finished.output
+        return finished.output
+
+    return two_ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "fact", "values"),
+    [
+        ("torch_version", [], "torch version", (f'"{torch.__version__}"', '"1.0.0"')),
+        ("normal", ["batch_size=3"], "config key batch_size", ("2", "3")),
+        ("normal", ["seed=43"], "config key seed", ("42", "43")),
+        ("backend", [], "backend", ('"gloo"', '"nccl"')),
+    ],
+    ids=["torch_version", "config", "seed", "backend"],
+)
+def test_a_mismatch_is_found_before_work(two_ranks, kind, overrides, fact, values):
+    here = socket.gethostname()
+    told = f"{fact} differs between ranks: {values[0]} on {here} (rank 0); {values[1]} on {here} (rank 1)"
+    output = two_ranks(kind, *overrides)
+    assert output.count(told) == 1, output
+
+
+def test_another_text_under_the_same_path_is_found_before_work(two_ranks, tiny, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(tiny.text.read_text(encoding="utf-8") + "more", encoding="utf-8")
-    text = Path("${oc.env:TEXT}")
-    config = write_config(tmp_path / "config.yaml", tiny.folder, text)
-    env = {"TEXT": str(tiny.text), "OTHER_TEXT": str(other)}
-    finished = run(
-        TORCHRUN, "--standalone", "--nproc_per_node", "2", ODD_RANKS, "--config", str(config), env=env
-    )
-    assert finished.code == 0, finished.output
-    here = socket.gethostname()
-    for fact, values in {
-        "torch version": (f'"{torch.__version__}"', '"1.0.0"'),
-        "config key batch_size": ("2", "3"),
-        "config key seed": ("42", "43"),
-        "backend": ('"gloo"', '"nccl"'),
-    }.items():
-        told = f"{fact} differs between ranks: {values[0]} on {here} (rank 0); {values[1]} on {here} (rank 1)"
-        assert finished.output.count(told) == 1, finished.output
-    for fact in ("checkpoint", "data"):
-        assert len(
-            re.findall(f"{fact} differs between ranks: {{.*}} on {here} .rank 0.; {{.*}} on", finished.output)
+    output = two_ranks(TEXT=str(other))
+    assert re.search(r"\bdata differs between ranks: {.*} on \S+ .rank 0.; {.*} on", output), output
+
+
+def test_another_checkpoint_under_the_same_path_is_found_before_work(two_ranks, tiny, tmp_path):
+    other = shutil.copytree(tiny.folder, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][3] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    output = two_ranks(FOLDER=str(other))
+    assert re.search(r"\bcheckpoint differs between ranks: {.*} on \S+ .rank 0.; {.*} on", output), output
+
+
+def plain_ranks(num_processes, *command):
+    """Interpreters with the variables of torchrun, and no launcher that would keep the store or end them
+    together. Returns their exit codes and outputs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**env, **rank_variables(rank, num_processes)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-    ends = re.findall(r"(\w+): rank (\d) stopped with 2 after (\S+) s", finished.output)
-    assert sorted((kind, rank) for kind, rank, _ in ends) == sorted((kind, r) for kind in KINDS for r in "01")
-    # The promise; a run that waits for the other rank takes timeout_seconds, which is 180.
-    assert max(float(seconds) for *_, seconds in ends) < 20
+        for rank in range(num_processes)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=DEADLINE)[0] for rank in running]
+    finally:
+        for rank in running:
+            rank.kill()
+            rank.wait()
+    return [rank.returncode for rank in running], outputs
 
 
-class PlainRanks:
-    """Processes with the variables of torchrun, and no launcher that would end them together."""
-
-    def __init__(self, world_sizes, *command, **env):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank, world_size in enumerate(world_sizes)
-        ]
-        self.outputs = [rank.communicate(timeout=120)[0] for rank in self.ranks]
-
-
-def test_all_are_gone_soon_after_one_fails(config, tmp_path):
-    began = tmp_path / "failed_at"
-    job = PlainRanks([3, 3, 3], ODD_RANK, "fails", "--config", str(config), FAILED_AT=str(began))
-    assert time.time() - began.stat().st_mtime < 15
-    assert all(rank.returncode != 0 for rank in job.ranks)
-    assert sum(output.count("injected on rank 1") for output in job.outputs) == 1, job.outputs
+def test_all_are_gone_soon_after_one_fails(config):
+    codes, outputs = plain_ranks(3, ODD_RANK, "fails", "--config", str(config), NO_TIMEOUT)
+    assert all(codes), outputs
+    assert sum(output.count("injected on rank 1") for output in outputs) == 1, outputs
 
 
 def test_all_end_well_though_rank_0_keeps_the_store(config):
-    job = PlainRanks([2, 2], "-m", "distributed_ppl_eval", "--config", str(config))
-    assert [rank.returncode for rank in job.ranks] == [0, 0], job.outputs
+    codes, outputs = plain_ranks(2, "-m", "distributed_ppl_eval", "--config", str(config))
+    assert codes == [0, 0], outputs
 
 
-def test_another_world_size_is_named_though_ranks_wait_for_different_numbers(config):
+def test_another_world_size_is_named_though_ranks_wait_for_different_numbers(config, tmp_path):
     """Rank 0 would wait for a rank 2 that never comes."""
-    job = PlainRanks([3, 2], "-m", "distributed_ppl_eval", "--config", str(config))
-    assert all(rank.returncode != 0 for rank in job.ranks)
-    (told,) = re.findall(r"world size differs between ranks: (.*)", "\n".join(job.outputs))
+    job = ["-m", "distributed_ppl_eval", "--config", str(config), NO_TIMEOUT]
+    finished = ranks([job] * 2, tmp_path, [{"WORLD_SIZE": "3"}, {"WORLD_SIZE": "2"}])
+    assert all(finished.codes), finished.output
+    (told,) = re.findall(r"world size differs between ranks: (.*)", finished.output)
     assert "3 on rank 0" in told
     assert "2 on rank 1" in told
 
@@ -155,12 +187,8 @@ def test_another_world_size_is_named_though_ranks_wait_for_different_numbers(con
         ("0", "rank 0 did not come within timeout_seconds; rank"),
     ],
 )
-def test_a_missing_rank_is_named_after_the_timeout(config, absent, words):
-    argv = ["absent", "--config", str(config), "timeout_seconds=3"]
-    finished = run(
-        *(TORCHRUN, "--standalone", "--nproc_per_node", "3", ODD_RANK, *argv),
-        env={"ODD": absent},
-        timeout=120,
-    )
-    assert finished.code != 0
+def test_a_missing_rank_is_named_after_the_timeout(config, tmp_path, absent, words):
+    argv = [ODD_RANK, "absent", "--config", str(config), "timeout_seconds=3"]
+    finished = ranks([argv] * 3, tmp_path, [{"ODD": absent}] * 3)
+    assert [rank for rank in range(3) if not finished.codes[rank]] == [int(absent)]
     assert finished.output.count(words.format(host=socket.gethostname())) == 1, finished.output

@@ -1,7 +1,6 @@
 """Two hosts with a network between them: the same numbers as on one, and an end when the cable is cut."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -131,10 +130,8 @@ def in_the_middle(hosts, config, tmp_path):
 
 def assert_all_end(hosts, go):
     """Lets the ranks go on; what each host printed until nothing was left of it."""
-    begin = time.monotonic()
     go.touch()
     outputs = hosts.finish(timeout=TIMEOUT_SECONDS + GRACE_SECONDS)
-    print(f"all ended after {time.monotonic() - begin:.1f} s")
     assert hosts.pids(0) == hosts.pids(1) == []
     assert all(agent.returncode != 0 for agent in hosts.agents)
     return outputs

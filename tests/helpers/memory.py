@@ -35,8 +35,9 @@ SMOLLM2 = {
 }
 
 
-def measure_shards(rank: int, world_size: int) -> dict[str, float]:
+def measure_shards() -> dict[str, float]:
     """Memory in MiB of a model's parameters and of its forward's peak, sharded over all ranks."""
+    world_size = dist.get_world_size()
     few_BT = torch.ones(1, 8, dtype=torch.int64)
     with torch.no_grad():
         # Code and buffers of a process's first forward are not the model's.
@@ -57,8 +58,9 @@ def measure_shards(rank: int, world_size: int) -> dict[str, float]:
     }
 
 
-def measure_activations(rank: int, world_size: int, num_tokens: int) -> float:
+def measure_activations(num_tokens: int) -> float:
     """Peak MiB of a forward over one window, split over all ranks, above what weights and tables take."""
+    world_size = dist.get_world_size()
     return_freed_memory()
     decoder = _on_meta(**LONG, intermediate_dim=768, max_seq_len=65536)
     weights = {name: p.shape for name, p in decoder.named_parameters()}
@@ -76,8 +78,9 @@ def measure_activations(rank: int, world_size: int, num_tokens: int) -> float:
     return (_peak() - before) / MIB
 
 
-def measure_load(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> dict[str, float] | None:
+def measure_load(folder: str, dtype: torch.dtype) -> dict[str, float] | None:
     """Sum over ranks of the proportional set size, in MiB, before, during (its peak) and after loading."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     pids: list[Any] = [None] * world_size
     dist.all_gather_object(pids, os.getpid())
     with torch.device("meta"):

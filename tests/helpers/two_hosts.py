@@ -6,11 +6,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from helpers.processes import Script
 from helpers.runs import TORCHRUN
 
 NAMES = ("host-a", "host-b")
@@ -111,12 +112,15 @@ def address(host: int) -> str:
     return f"10.93.7.{host + 1}"
 
 
-def wait_for(files: list[Path], agents: list[subprocess.Popen[str]], timeout: float = 240) -> None:
+def wait_for(
+    files: list[Path], agents: Sequence["subprocess.Popen[str] | Script"], timeout: float = 240
+) -> None:
     """Wait until all files are there; an agent that ended before they are fails the test."""
     give_up = time.monotonic() + timeout
     while not all(file.exists() for file in files):
-        ended = [agent for agent in agents if agent.poll() is not None]
-        assert not ended, ended[0].communicate()[0]
+        for agent in agents:
+            if agent.poll() is not None:
+                raise AssertionError(agent.output() if isinstance(agent, Script) else agent.communicate()[0])
         assert time.monotonic() < give_up, f"{[str(file) for file in files]} did not come"
         time.sleep(0.05)
 

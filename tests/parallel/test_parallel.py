@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchao.quantization.linear_quant_modules import Int8DynActInt4WeightLinear
+from torchtune.models.llama3 import base_llama_tp_plan
 
 from helpers.models import VOCAB_SIZE, on_meta, random_weights
 from helpers.processes import run_ranks
@@ -68,8 +69,9 @@ DUMMY = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE_INDEX))
 
 
 @torch.no_grad()
-def score(name, degrees, rank=0, world_size=1, **options):
-    """Scores of the batches that this rank counts: {batch: [4, windows] array}."""
+def score(name, degrees, **options):
+    """Scores of all batches in order, [4, windows]; each of them must have been counted by one rank."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     dims = ParallelDims(*degrees, world_size)
     model = split_model(
         on_meta(name), dims, dims.build_mesh("cpu"), CPU, max_logits_bytes=MAX_LOGITS_BYTES, **options
@@ -83,15 +85,10 @@ def score(name, degrees, rank=0, world_size=1, **options):
         nll_N, correct_N = model.scorer(tokens_BT, labels_BT)
         if index != DUMMY_BATCH and dims.is_counted(rank):
             scores[index] = np.stack(window_scores(nll_N, correct_N, labels_BT, len(tokens_BT))[:4])
-    return scores
-
-
-def score_all(rank, world_size, cases):
-    return [score(name, degrees, rank, world_size, **options) for name, degrees, options in cases]
-
-
-def together(per_rank):
-    """Scores of all ranks; each batch must have been counted exactly once."""
+    per_rank = [scores]
+    if world_size > 1:
+        per_rank = [None] * world_size
+        dist.all_gather_object(per_rank, scores)
     counted = [batch for scores in per_rank for batch in scores]
     assert sorted(counted) == [0, 1, 2, 3, 4], counted
     return np.concatenate(
@@ -101,34 +98,26 @@ def together(per_rank):
 
 @pytest.fixture(scope="module")
 def alone():
-    found = {name: together([score(name, SINGLE)]) for name in FAMILIES}
+    found = {name: score(name, SINGLE) for name in FAMILIES}
     for name, scores in found.items():
         assert 2.0 < scores[0].sum() / scores[2].sum() < 20.0, name
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@run_ranks(2, 3, 4, 8)
 def test_every_split_scores_as_one_process(alone, world_size):
-    exact = [
-        (name, degrees, {})
-        for degrees in DATA_PARALLEL.get(world_size, [])
-        for name in ("llama3", "llama3_tied")
-    ]
-    close = [(name, degrees, {}) for degrees in REORDERING[world_size] for name in ("llama3", "llama3_tied")]
-    per_rank = run_ranks(score_all, world_size, exact + close)
-    for index, (name, degrees, _) in enumerate(exact + close):
-        scores = together([scores[index] for scores in per_rank])
-        if index < len(exact):
-            np.testing.assert_array_equal(scores, alone[name], err_msg=f"{name} {degrees}")
-        else:
-            assert_close(scores, alone[name], f"{name} {degrees}")
+    for name in TIED_AND_UNTIED:
+        for degrees in DATA_PARALLEL.get(world_size, []):
+            np.testing.assert_array_equal(score(name, degrees), alone[name], err_msg=f"{name} {degrees}")
+        for degrees in REORDERING[world_size]:
+            assert_close(score(name, degrees), alone[name], f"{name} {degrees}")
 
 
+@run_ranks(2)
 def test_every_family_is_split(alone):
-    cases = [(name, degrees, {}) for name in FAMILIES for degrees in ((1, 1, 1, 2), (1, 1, 2, 1))]
-    per_rank = run_ranks(score_all, 2, cases)
-    for index, (name, degrees, _) in enumerate(cases):
-        assert_close(together([scores[index] for scores in per_rank]), alone[name], f"{name} {degrees}")
+    for name in FAMILIES:
+        for degrees in ((1, 1, 1, 2), (1, 1, 2, 1)):
+            assert_close(score(name, degrees), alone[name], f"{name} {degrees}")
 
 
 def assert_close(scores, reference, what):
@@ -137,13 +126,6 @@ def assert_close(scores, reference, what):
     np.testing.assert_array_equal(num_correct, reference[3], err_msg=what)
     np.testing.assert_allclose(nll_sum, reference[0], rtol=1e-6, err_msg=what)
     np.testing.assert_allclose(nll_sq_sum, reference[1], rtol=1e-5, err_msg=what)
-
-
-def vocabulary_parts(rank, world_size):
-    """NLL and correctness of hard rows, from a vocabulary that is split."""
-    start, stop = bounds(VOCAB_SIZE, world_size, rank)
-    logits_NV, targets_N = hard_logits()
-    return token_nll(logits_NV[:, start:stop], targets_N, start, dist.group.WORLD)
 
 
 def hard_logits():
@@ -160,38 +142,32 @@ def hard_logits():
     return logits_NV, targets_N
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@run_ranks(1, 3)
 def test_nll_from_parts_of_the_vocabulary(world_size):
     logits_NV, targets_N = hard_logits()
     expected_N = torch.nn.functional.cross_entropy(logits_NV.double(), targets_N, reduction="none")
     assert (targets_N == logits_NV.argmax(dim=1))[:6].tolist() == [True, False, True, False, False, True]
-    for nll_N, correct_N in run_ranks(vocabulary_parts, world_size):
-        torch.testing.assert_close(nll_N.double(), expected_N, rtol=1e-6, atol=1e-6, equal_nan=True)
-        agrees_N = correct_N == (targets_N == logits_NV.argmax(dim=1))
-        assert (agrees_N | nll_N.isnan()).all()
-        assert nll_N.isnan().tolist() == [row == 4 for row in range(12)]
+    start, stop = bounds(VOCAB_SIZE, world_size, dist.get_rank())
+    nll_N, correct_N = token_nll(logits_NV[:, start:stop], targets_N, start, dist.group.WORLD)
+    torch.testing.assert_close(nll_N.double(), expected_N, rtol=1e-6, atol=1e-6, equal_nan=True)
+    agrees_N = correct_N == (targets_N == logits_NV.argmax(dim=1))
+    assert (agrees_N | nll_N.isnan()).all()
+    assert nll_N.isnan().tolist() == [row == 4 for row in range(12)]
 
 
-def large_vocabulary(rank, world_size):
-    """Mean error, in nats, of rows over a vocabulary of Llama 3's size that is split."""
+@run_ranks(2)
+def test_split_rows_have_no_bias_in_a_large_vocabulary(world_size):
+    # As many as Llama 3 has. torch's own cross entropy is 4e-6 nats too low here, on average.
     logits_NV = 3 * torch.randn(128, 128_256, generator=torch.Generator().manual_seed(3))
     targets_N = torch.arange(128)
     expected_N = torch.nn.functional.cross_entropy(logits_NV.double(), targets_N, reduction="none")
-    start, stop = bounds(128_256, world_size, rank)
+    start, stop = bounds(128_256, world_size, dist.get_rank())
     nll_N, _ = token_nll(logits_NV[:, start:stop], targets_N, start, dist.group.WORLD)
-    return (nll_N - expected_N).mean().item()
+    assert abs((nll_N - expected_N).mean().item()) < 3e-7
 
 
-def test_split_rows_have_no_bias_in_a_large_vocabulary():
-    # torch's own cross entropy is 4e-6 nats too low here, on average.
-    for error in run_ranks(large_vocabulary, 2):
-        assert abs(error) < 3e-7
-
-
-def refusals(rank, world_size):
-    """Messages of what is refused on two ranks."""
-    from torchtune.models.llama3 import base_llama_tp_plan
-
+@run_ranks(2)
+def test_what_cannot_be_split_is_refused_in_words(world_size):
     def refused(name, degrees, change=None, **options):
         dims = ParallelDims(*degrees, world_size)
         decoder = on_meta(name)
@@ -210,59 +186,36 @@ def refusals(rank, world_size):
         decoder.layers[1].mlp.w2 = Int8DynActInt4WeightLinear(36, 48, bias=False, groupsize=4)
 
     tp2, cp2 = (1, 1, 1, 2), (1, 1, 2, 1)
-    return [
-        refused("llama3", tp2, seven_heads),
-        refused("llama3", tp2, quantized),
-        refused("llama3_tied", tp2, plan=base_llama_tp_plan()),
-        refused("gemma2_as_torchtune_has_it", cp2),
-    ]
-
-
-def test_what_cannot_be_split_is_refused_in_words():
-    heads, quantized, plan, attention = run_ranks(refusals, 2)[0]
+    heads = refused("llama3", tp2, seven_heads)
     assert "7 and 12 heads" in heads
     assert "valid degrees: 1" in heads
-    assert "layers.1.mlp.w2 is a Int8DynActInt4WeightLinear" in quantized
-    assert "data_parallel_replicate_dim: -1" in quantized
-    assert "leave tensor_parallel_plan out" in plan
-    assert "layers.0.attn is a Gemma2Attention" in attention
+    inner = refused("llama3", tp2, quantized)
+    assert "layers.1.mlp.w2 is a Int8DynActInt4WeightLinear" in inner
+    assert "data_parallel_replicate_dim: -1" in inner
+    assert "leave tensor_parallel_plan out" in refused("llama3_tied", tp2, plan=base_llama_tp_plan())
+    assert "layers.0.attn is a Gemma2Attention" in refused("gemma2_as_torchtune_has_it", cp2)
 
 
-def settings_of_a_split(rank, world_size):
-    """Scores of the less usual ways, and the notes."""
-    from torchtune.models.llama3 import base_llama_tp_plan
-
-    fsdp4, tp2_fsdp2, cp2_tp2, dp4 = (1, 4, 1, 1), (1, 2, 1, 2), (1, 1, 2, 2), (4, 1, 1, 1)
+@run_ranks(4)
+def test_settings_of_a_split(alone, world_size):
+    fsdp4, tp2_fsdp2 = (1, 4, 1, 1), (1, 2, 1, 2)
+    kept = {"reshard_after_forward": False}
+    np.testing.assert_array_equal(score("llama3_tied", fsdp4, **kept), alone["llama3_tied"])
+    np.testing.assert_array_equal(score("llama3", fsdp4, cpu_offload=True, **kept), alone["llama3"])
+    assert_close(score("llama3", tp2_fsdp2, plan=base_llama_tp_plan()), alone["llama3"], "plan")
+    assert_close(score("llama3", (2, 1, 2, 1), shard=False), alone["llama3"], "not sharded")
     # Gathers one key-value head at a time.
     context_parallel._MAX_GATHERED_BYTES = 1
-    found = [
-        score("llama3_tied", fsdp4, rank, world_size, reshard_after_forward=False),
-        score("llama3", fsdp4, rank, world_size, reshard_after_forward=False, cpu_offload=True),
-        score("llama3", tp2_fsdp2, rank, world_size, plan=base_llama_tp_plan()),
-        score("llama3", cp2_tp2, rank, world_size),
-        score("llama3", (2, 1, 2, 1), rank, world_size, shard=False),
-    ]
-    dims = ParallelDims(*dp4, world_size)
+    assert_close(score("llama3", (1, 1, 2, 2)), alone["llama3"], "little gathered")
     options = {"plan": base_llama_tp_plan(), "cpu_offload": True, "max_logits_bytes": MAX_LOGITS_BYTES}
-    return found, split_model(on_meta("llama3"), dims, dims.build_mesh("cpu"), CPU, **options).notes
-
-
-def test_settings_of_a_split(alone):
-    per_rank = run_ranks(settings_of_a_split, 4)
-    names = ("llama3_tied", "llama3", "llama3", "llama3", "llama3")
-    for index, name in enumerate(names):
-        scores = together([found[index] for found, _ in per_rank])
-        if index < 2:
-            np.testing.assert_array_equal(scores, alone[name], err_msg=f"case {index}")
-        else:
-            assert_close(scores, alone[name], f"case {index}")
-    notes = per_rank[0][1]
+    dims = ParallelDims(4, 1, 1, 1, world_size)
+    notes = split_model(on_meta("llama3"), dims, dims.build_mesh("cpu"), CPU, **options).notes
     assert "tensor_parallel_plan has no effect" in notes[0]
     assert "fsdp_cpu_offload has no effect" in notes[1]
 
 
 @torch.no_grad()
-def score_long(rank, world_size, degrees):
+def score_long(degrees, world_size):
     """NLL of one window of 1,100 tokens: each of four chunks is longer than a block of queries."""
     sequence = torch.randint(VOCAB_SIZE, (1, 1101), generator=torch.Generator().manual_seed(4))
     dims = ParallelDims(*degrees, world_size)
@@ -272,11 +225,16 @@ def score_long(rank, world_size, degrees):
         model = split_model(on_meta(name), dims, dims.build_mesh("cpu"), CPU, **options)
         model.load(random_weights(name))
         found.append(model.scorer(sequence[:, :-1], sequence[:, 1:])[0])
-    return torch.stack(found)
+    return torch.stack(found).double()
 
 
-def test_a_long_window_over_two_ranks():
-    alone = score_long(0, 1, SINGLE).double()
-    for nll in run_ranks(score_long, 2, (1, 1, 2, 1)):
-        torch.testing.assert_close(nll.double(), alone, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(nll.double().sum(dim=1), alone.sum(dim=1), rtol=1e-6, atol=0)
+@pytest.fixture
+def long_alone():
+    return score_long(SINGLE, 1)
+
+
+@run_ranks(2)
+def test_a_long_window_over_two_ranks(long_alone, world_size):
+    nll = score_long((1, 1, 2, 1), world_size)
+    torch.testing.assert_close(nll, long_alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(nll.sum(dim=1), long_alone.sum(dim=1), rtol=1e-6, atol=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.readme import two_node_lines
-from helpers.runs import TORCHRUN, TUNE, result_of, run
+from helpers.runs import TORCHRUN, TUNE, ranks, result_of, run
 from helpers.tiny import write_config
 
 # DESIGN of the result file; docs/result.md says what each is.
@@ -42,20 +42,32 @@ PROMISED = {
 }
 
 
-@pytest.fixture
-def config(tiny, tmp_path, private_home):
-    return write_config(tmp_path / "config.yaml", tiny.folder, tiny.text, max_windows=7)
+@pytest.fixture(scope="module")
+def config(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    return write_config(folder / "config.yaml", tiny.folder, tiny.text, max_windows=7)
 
 
-@pytest.fixture
-def one_process(config):
+@pytest.fixture(scope="module")
+def home(config):
+    """An empty cache folder that the runs of this module share, as a variable for them."""
+    return {"PPL_EVAL_HOME": str(config.parent / "home")}
+
+
+@pytest.fixture(scope="module")
+def one_process(config, home):
+    folder = config.parent
+    logger = [
+        "metric_logger=torchtune.training.metric_logging.DiskLogger",
+        f"metric_logger.log_dir={folder / 'logs'}",
+    ]
     launch = [TUNE, "run", "distributed_ppl_eval", "--config", str(config)]
-    finished = run(*launch, "log_peak_memory_stats=true")
+    finished = run(*launch, "log_peak_memory_stats=true", *logger, env=home)
     assert finished.code == 0, finished.output
-    return finished, result_of(config.parent / "out")
+    return finished, result_of(folder / "out")
 
 
-def test_one_process(one_process):
+def test_one_process(one_process, config):
     finished, result = one_process
     assert set(result) >= PROMISED
     assert float.fromhex(result["nll_sum_hex"]) == result["nll_sum"]
@@ -63,13 +75,17 @@ def test_one_process(one_process):
     assert result["quantizer"] is None
     assert "peak memory" in finished.output
     assert f"{result['perplexity']:.6g}" in finished.output
+    (log,) = (config.parent / "logs").glob("*.txt")
+    assert "perplexity" in log.read_text()
 
 
-def test_plain_torchrun_and_two_nodes_agree_with_one_process(one_process, config, tmp_path):
+def test_plain_torchrun_and_two_nodes_agree_with_one_process(one_process, config, home, tmp_path):
     """Two agents on this machine, started by the README's own lines for two nodes."""
     _, alone = one_process
     argv = ["--config", str(config), f"output_dir={tmp_path / 'torchrun'}"]
-    finished = run(TORCHRUN, "--standalone", "--nproc_per_node", "2", "-m", "distributed_ppl_eval", *argv)
+    finished = run(
+        TORCHRUN, "--standalone", "--nproc_per_node", "2", "-m", "distributed_ppl_eval", *argv, env=home
+    )
     assert finished.code == 0, finished.output
     assert result_of(tmp_path / "torchrun")["nll_sum_hex"] == alone["nll_sum_hex"]
 
@@ -81,6 +97,7 @@ def test_plain_torchrun_and_two_nodes_agree_with_one_process(one_process, config
         exports, command = two_node_lines()
         env = {
             **os.environ,
+            **home,
             **exports,
             "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
             "PATH": f"{Path(TUNE).parent}:{os.environ['PATH']}",
@@ -117,7 +134,7 @@ def test_shipped_config_by_name_from_any_directory(smollm2, tmp_path):
     assert result["num_tokens"] == 2 * 63
 
 
-def test_baseline_gate(one_process, config, tmp_path):
+def test_baseline_gate(one_process, config, home, tmp_path):
     """The exit code and the words of a match, a mismatch, and an incomparable baseline."""
     baseline = config.parent / "out" / "result.json"
     argv = ["--config", str(config), f"output_dir={tmp_path / 'again'}"]
@@ -126,29 +143,20 @@ def test_baseline_gate(one_process, config, tmp_path):
             {**json.loads(baseline.read_text()), "nll_sum_hex": "0x1p0", "ce_loss": 3.0, "dtype": "bf16"}
         )
     )
-    checks = (
-        (f"baseline={baseline}", [], 0, "the same bits"),
-        (f"baseline={tmp_path / 'off.json'}", [], 3, "dtype: fp32 here, bf16 in the baseline"),
-        (
-            f"baseline={baseline}",
-            ["protocol.max_seq_len=32"],
-            4,
-            "protocol.max_seq_len: 32 here, 64 in the baseline",
-        ),
+    finished = run(
+        *(TUNE, "run", "distributed_ppl_eval", *argv),
+        f"baseline={tmp_path / 'off.json'}",
+        env=home,
     )
-    for setting, more, code, words in checks:
-        finished = run(TUNE, "run", "distributed_ppl_eval", *argv, setting, *more)
-        assert finished.code == code, finished.output
-        assert words in finished.output
+    assert finished.code == 3, finished.output
+    assert "dtype: fp32 here, bf16 in the baseline" in finished.output
     assert (tmp_path / "again" / "result.json").is_file(), "a mismatch does not throw the result away"
 
-
-def test_metric_logger_gets_the_numbers(config, tmp_path):
-    logger = [
-        "metric_logger=torchtune.training.metric_logging.DiskLogger",
-        f"metric_logger.log_dir={tmp_path / 'logs'}",
-    ]
-    finished = run(TUNE, "run", "distributed_ppl_eval", "--config", str(config), *logger)
+    # What `tune run` starts, without the wait for it.
+    job = ["-m", "distributed_ppl_eval", *argv, f"baseline={baseline}"]
+    finished = ranks([job], tmp_path, [home])
     assert finished.code == 0, finished.output
-    (log,) = (tmp_path / "logs").glob("*.txt")
-    assert "perplexity" in log.read_text()
+    assert "the same bits" in finished.output
+    finished = ranks([[*job, "protocol.max_seq_len=32"]], tmp_path, [home])
+    assert finished.code == 4, finished.output
+    assert "protocol.max_seq_len: 32 here, 64 in the baseline" in finished.output

@@ -22,8 +22,9 @@ CASES = {
 ENVIRONMENTS = {
     1: {"OMP_NUM_THREADS": "4"},
     2: {"OMP_NUM_THREADS": "1"},
-    3: {"OMP_NUM_THREADS": "1", "NODE_OF_RANK": "0,0,1"},
+    3: {"OMP_NUM_THREADS": "1"},
 }
+NODES = {3: [0, 0, 1]}
 ORDERS = {"": [], "_reversed": ["reversed"]}
 
 
@@ -55,7 +56,7 @@ def test_same_bits_for_every_process_count_and_order(tiny, tmp_path, private_hom
             for name, overrides in CASES.items()
             for order, first in ORDERS.items()
         ]
-        finished = many(num_processes, argvs, tmp_path, ENVIRONMENTS[num_processes])
+        finished = many(num_processes, argvs, tmp_path, ENVIRONMENTS[num_processes], NODES.get(num_processes))
         assert finished.code == 0, finished.output
         for name in CASES:
             for order in ORDERS:

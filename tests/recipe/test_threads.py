@@ -30,6 +30,10 @@ print(differing)
 
 def test_one_thread_and_two_give_the_same_bits():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "[]"

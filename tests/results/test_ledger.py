@@ -1,15 +1,13 @@
 """The ledger: nothing that was flushed is lost, nothing torn is read."""
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.runs import run
+from helpers.processes import Script
+from helpers.runs import ranks
 from helpers.tiny import write_config
 from helpers.two_hosts import wait_for
 from ppl_eval.results import ledger
@@ -127,23 +125,18 @@ def test_folder_that_cannot_be_written_is_told(tmp_path):
 def test_kill_in_the_middle_of_a_run_keeps_what_was_scored(tiny, tmp_path, private_home):
     """kill -9 of a whole run; the next one starts beside its records, and cleans up when it is done."""
     config = write_config(tmp_path / "config.yaml", tiny.folder, tiny.text, max_windows=9, per_window=True)
-    env = {**os.environ, "HOLD_AFTER": "3", "HELD": str(tmp_path / "held"), "GO": str(tmp_path / "go")}
-    killed = subprocess.Popen(
-        [sys.executable, HELD_RUN, "--config", str(config)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    wait_for([tmp_path / "held.0"], [killed])
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    env = {"HOLD_AFTER": "3", "HELD": str(tmp_path / "held"), "GO": str(tmp_path / "go")}
+    killed = Script([HELD_RUN, "--config", str(config)], env, tmp_path / "killed.txt")
+    try:
+        wait_for([tmp_path / "held.0"], [killed])
+    finally:
+        killed.kill()
     (folder,) = (tmp_path / "out" / "ledger").iterdir()
     kept = read_ledger(folder)
     assert kept["window_id"].tolist() == [0, 1, 2, 3, 4, 5]
     assert (kept["num_tokens"] == 63).all()
 
-    again = run(sys.executable, "-m", "distributed_ppl_eval", "--config", str(config))
+    again = ranks([["-m", "distributed_ppl_eval", "--config", str(config)]], tmp_path)
     assert again.code == 0, again.output
     assert not (tmp_path / "out" / "ledger").exists()
     import pyarrow.parquet as pq

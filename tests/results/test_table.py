@@ -30,11 +30,10 @@ def test_a_perplexity_that_overflows_is_still_strict_json(tmp_path):
     assert read["nll_sum"] == 80_000.0
 
 
-def test_progress_off_a_terminal_is_plain_lines(monkeypatch):
+def test_progress_off_a_terminal_is_plain_lines():
     clock = iter([0.0, 4.0, 10.0, 11.0])
-    monkeypatch.setattr("ppl_eval.results.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
-    progress = Progress(2000, 2, enabled=True, stream=stream)
+    progress = Progress(2000, 2, enabled=True, stream=stream, clock=clock.__next__)
     for _ in range(3):
         progress.update(totals_of(200 * math.log(8), 200))
     progress.close()

@@ -67,23 +67,26 @@ def test_what_does_not_divide_comes_first_on_all_threads():
     assert {name.partition("_")[0] for name in names[1:]} == {"lane"}
 
 
-def test_threads_are_divided_and_given_back():
+@pytest.fixture
+def threads():
+    """``torch.set_num_threads``, undone after the test."""
     before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        threads = [n for _, n in map_in_lanes(lambda _: torch.get_num_threads(), range(6), 6, 2)]
-        assert threads == [2] * 6
-        assert torch.get_num_threads() == 4
-    finally:
-        torch.set_num_threads(before)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
-def test_only_forwards_of_a_cpu_process_of_its_own_are_divided(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+def test_threads_are_divided_and_given_back(threads):
+    threads(4)
+    assert [n for _, n in map_in_lanes(lambda _: torch.get_num_threads(), range(6), 6, 2)] == [2] * 6
+    assert torch.get_num_threads() == 4
+
+
+def test_only_forwards_of_a_cpu_process_of_its_own_are_divided(threads):
+    threads(8)
     assert number_of_lanes(CPU, alone=True, batch_tokens=1024) == 2
     assert number_of_lanes(CPU, alone=False, batch_tokens=1024) == 1
     assert number_of_lanes(CPU, alone=True, batch_tokens=MAX_BATCH_TOKENS + 1) == 1
     assert number_of_lanes(torch.device("cuda"), alone=True, batch_tokens=1024) == 1
-    for threads in (1, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+    for odd in (1, 3):
+        threads(odd)
         assert number_of_lanes(CPU, alone=True, batch_tokens=1024) == 1

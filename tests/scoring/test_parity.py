@@ -6,12 +6,15 @@ import io
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 import distributed_ppl_eval
 from helpers.runs import result_of
-from helpers.tiny import write_config
+from helpers.tiny import TEXT, write_config
+from ppl_eval.metrics.denominators import decoded_size
 
 
 def reference(model, ids, max_seq_len, keep_tail=False):
@@ -62,8 +65,6 @@ def test_tiny_model_in_float32(tiny, tmp_path, private_home, keep_tail):
 def test_bytes_and_words_of_a_cut_text_are_those_of_what_is_left(tiny, tmp_path, private_home):
     config = write_config(tmp_path / "config.yaml", tiny.folder, tiny.text)
     result = evaluate(config, "max_windows=2")
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(tiny.folder / "tokenizer.json"))
     ids = tokenizer.encode(tiny.text.read_text(encoding="utf-8")).ids[:128]
     assert result["num_bytes"] == len(tokenizer.decode(ids).encode())
@@ -104,17 +105,10 @@ def test_smollm2_in_float32(smollm2, tmp_path):
     assert 5 < result["perplexity"] < 40
 
 
-def test_a_long_text_is_measured_in_parts_as_in_one(tiny, monkeypatch):
+def test_a_long_text_is_measured_in_parts_as_in_one(tiny):
     """Parts end between characters, wherever the tokens of one are cut."""
-    import numpy as np
-    from tokenizers import Tokenizer
-
-    from helpers.tiny import TEXT
-    from ppl_eval.metrics import denominators
-
     tokenizer = Tokenizer.from_file(str(tiny.folder / "tokenizer.json"))
     tokens = np.array(tokenizer.encode(TEXT).ids)
-    for together in (1, 2, 3, 7, 100_000):
-        monkeypatch.setattr(denominators, "_DECODED_TOGETHER", together)
-        size = denominators._measure(tokenizer, tokens, "white_space")
+    for tokens_at_once in (1, 2, 3, 7, 100_000):
+        size = decoded_size(tokenizer, tokens, "white_space", tokens_at_once)
         assert (size.num_bytes, size.num_words) == (len(TEXT.encode()), len(TEXT.split()))

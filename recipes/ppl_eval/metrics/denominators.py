@@ -11,7 +11,6 @@ from ppl_eval.protocols.plan import Plan
 from ppl_eval.tokenization.tokenizer import TextEncoder
 from ppl_eval.tokenization.word_count import TextCounter, TextSize
 
-_DECODED_TOGETHER = 1 << 16
 _TOKENS_OF_A_CHARACTER = 8
 
 
@@ -51,10 +50,10 @@ def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> CoveredTe
         end = int(data.offsets_D1[document + 1])
         begin = end - int(length_D[document])
         if stop < length_D[document] / 2:
-            size = _measure(encoder, data.tokens[begin + num_bos : begin + stop], separator)
+            size = decoded_size(encoder, data.tokens[begin + num_bos : begin + stop], separator)
             num_bytes_D[document], num_words_D[document] = size.num_bytes, size.num_words
         else:
-            size = _measure(encoder, data.tokens[begin + stop : end], separator)
+            size = decoded_size(encoder, data.tokens[begin + stop : end], separator)
             num_bytes_D[document] -= size.num_bytes
             # The text that stays ends where this one begins: what parts words here goes, the word in the cut
             # stays.
@@ -62,13 +61,15 @@ def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> CoveredTe
     return CoveredText(num_bytes_D, num_words_D)
 
 
-def _measure(encoder: TextEncoder, tokens: npt.NDArray[Any], separator: str) -> TextSize:
+def decoded_size(
+    encoder: TextEncoder, tokens: npt.NDArray[Any], separator: str, tokens_at_once: int = 1 << 16
+) -> TextSize:
     """Measure the text of tokens, decoded in parts so that memory stays flat."""
     counter = TextCounter(separator)
     start = 0
     while start < len(tokens):
         # A character may be spread over tokens, and a part must not end inside one.
-        for stop in range(start + _DECODED_TOGETHER, start + _DECODED_TOGETHER + _TOKENS_OF_A_CHARACTER):
+        for stop in range(start + tokens_at_once, start + tokens_at_once + _TOKENS_OF_A_CHARACTER):
             text = encoder.decode(tokens[start:stop].tolist())
             if not text.endswith("\ufffd") or stop >= len(tokens):
                 break

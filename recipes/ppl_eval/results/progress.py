@@ -3,6 +3,7 @@ only."""
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from tqdm import tqdm
@@ -24,15 +25,22 @@ class Progress:
         dp_degree: data-parallel degree; rank 0 scores about one part of so many.
         enabled: False on all ranks but one.
         stream: where to show it; None is stderr.
+        clock: seconds that only grow.
     """
 
     def __init__(
-        self, expected_tokens: int, dp_degree: int, enabled: bool, stream: TextIO | None = None
+        self,
+        expected_tokens: int,
+        dp_degree: int,
+        enabled: bool,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.expected_tokens, self.enabled = expected_tokens // dp_degree, enabled
         self.stream = stream = stream or sys.stderr
         self._share = "" if dp_degree == 1 else f" (rank 0 of {dp_degree})"
-        self._begin = self._last_line = time.monotonic()
+        self._clock = clock
+        self._begin = self._last_line = clock()
         self._bar = None
         if enabled and stream.isatty():
             self._bar = tqdm(
@@ -56,7 +64,7 @@ class Progress:
             self._bar.set_postfix_str(f"perplexity {perplexity}", refresh=False)
             self._bar.update(totals.num_tokens - self._bar.n)
             return
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_line >= _LINE_EVERY_SECONDS:
             self._last_line = now
             speed = totals.num_tokens / (now - self._begin)

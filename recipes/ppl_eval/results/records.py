@@ -42,7 +42,7 @@ from ppl_eval.results.ledger import Records
 
 Reduce = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
-_CHUNK = 1 << 17
+_WINDOWS_AT_ONCE = 1 << 17
 _WINDOWS = pa.schema(
     [(name, pa.int64()) for name in ("window_id", "document")]
     + [("domain", pa.string())]
@@ -69,7 +69,9 @@ class Rows(NamedTuple):
     nll_sq_sum: npt.NDArray[np.float64]
 
 
-def gather(own: Records, plan: Plan, add_over_ranks: Reduce) -> Iterator[Rows]:
+def gather(
+    own: Records, plan: Plan, add_over_ranks: Reduce, windows_at_once: int = _WINDOWS_AT_ONCE
+) -> Iterator[Rows]:
     """Gather all windows of all ranks in order, a chunk at a time; every rank must run through it.
 
     A window was scored by one rank, so its row is the sum over ranks of that row and zeros, bit by bit.
@@ -78,9 +80,10 @@ def gather(own: Records, plan: Plan, add_over_ranks: Reduce) -> Iterator[Rows]:
         own: what this rank scored, ordered by window.
         plan: the plan.
         add_over_ranks: sums an int64 vector over ranks.
+        windows_at_once: windows in a chunk.
     """
-    for first in range(0, plan.num_windows, _CHUNK):
-        last = min(first + _CHUNK, plan.num_windows)
+    for first in range(0, plan.num_windows, windows_at_once):
+        last = min(first + windows_at_once, plan.num_windows)
         here = own[slice(*np.searchsorted(own["window_id"], [first, last]))]
         rows = np.zeros((last - first, 5), dtype=np.int64)
         place = here["window_id"] - first
@@ -103,6 +106,7 @@ def write(
     *,
     per_window: bool,
     per_document: bool,
+    windows_at_once: int = _WINDOWS_AT_ONCE,
 ) -> None:
     """Gather all records and write what was asked for; all ranks take part, and one of them writes.
 
@@ -115,6 +119,7 @@ def write(
         add_over_ranks: sums an int64 vector over ranks.
         per_window: write ``windows.parquet``.
         per_document: write ``documents.parquet``.
+        windows_at_once: windows that are sent and written together.
     """
     with ExitStack() as stack:
         windows = documents = None
@@ -123,7 +128,7 @@ def write(
         if output_dir is not None and per_document:
             file = stack.enter_context(_whole_table(output_dir / "documents.parquet", _DOCUMENTS))
             documents = _Documents(file, data, covered)
-        for rows in gather(own, plan, add_over_ranks):
+        for rows in gather(own, plan, add_over_ranks, windows_at_once):
             if windows is not None:
                 windows.write_table(_window_table(rows, data))
             if documents is not None:
