@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check format configs install model bench clean
+.PHONY: demo test test-all check format install model bench clean
 
 install: $(STAMP)
 
@@ -33,9 +33,6 @@ check: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-configs: install
-	$(BIN)/python configs/_generate.py
 
 bench: model
 	$(BIN)/python benchmarks/throughput.py

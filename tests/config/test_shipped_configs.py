@@ -1,7 +1,9 @@
 """Every shipped YAML: found by glob, so that a file which nobody listed is tested too."""
 
 import functools
-import importlib.util
+import math
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,17 @@ BY_BUILDER = {f"torchtune.models.{builder}": entry for builder, entry in PUBLISH
     # With its length spelled out, for windows beyond the builder's own.
     "torchtune.models.llama3_1.llama3_1": PUBLISHED["llama3_1.llama3_1_8b"],
 }
+
+
+GIB = 2**30
+# Activations, logits and CUDA's context, rounded up; and the sizes of devices that people have, in GiB.
+WORKING = 3
+DEVICES = (8, 16, 24, 40, 48, 80, 140)
+INT4 = "torchtune.training.quantization.Int4WeightOnlyQuantizer"
+
+
+def head_of(path: Path) -> str:
+    return path.read_text().split("\n\n", 1)[0] + "\n"
 
 
 @functools.cache
@@ -66,32 +79,127 @@ def test_config(path):
 
 @every_config
 def test_head_says_what_a_user_must_know(path):
-    content = path.read_text()
     name = path.relative_to(FOLDER).with_suffix("").as_posix()
-    head = content.split("\n\n", 1)[0]
+    head = head_of(path)
     assert head.startswith("# Perplexity of ")
-    assert f"distributed_ppl_eval --config {name}\n" in head
-    for line in ("# Weights:", "# Launch:", "# Memory:", "# Expected:"):
-        assert line in head, line
+    for line in ("# Weights:  ", "# Launch:   ", "# Memory:   ", "# Expected: "):
+        assert head.count(line) == 1, line
+    launch = re.search(r"^# Launch: .*$", head, re.MULTILINE)
+    assert launch[0].endswith(f"distributed_ppl_eval --config {name}")
+    assert ("PET_RDZV_ENDPOINT" in head) == ("--nnodes" in launch[0])
     config = OmegaConf.load(path)
     if path.parent.name != "smollm2":
         assert f"--output-dir {config.checkpointer.checkpoint_dir}" in head
         assert BY_BUILDER[config.model._component_].repository in head
 
 
-@every_config
-def test_int4_differs_from_full_precision_only_by_the_quantiser(path):
-    if path.stem.endswith("_int4"):
-        plain, packed = (
-            OmegaConf.load(path.with_stem(path.stem.removesuffix("_int4"))),
-            OmegaConf.load(path),
+@dataclass(frozen=True)
+class Need:
+    """GiB that a config needs, by arithmetic on the built model: bf16, and a context of CUDA of 1 GiB."""
+
+    weights: float
+    packed: float
+    largest_piece: float
+    working: float
+
+
+def need_of(path: Path) -> Need:
+    config = OmegaConf.load(path)
+    model, _ = built(model_section(path))
+    numbers = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    linear = sum(part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear))
+    layer, embedding = model.layers[0], model.tok_embeddings
+    tokens = config.batch_size * config.protocol.max_seq_len
+    # At most 6 tensors as wide as the model are alive, and 3 as wide as the MLP.
+    activations = tokens * (6 * embedding.embedding_dim + 3 * layer.mlp.w1.out_features) * 2
+    # Attention with a cap on scores keeps 256 rows of them, in float32 and 3 at once.
+    capped = path.parent.name == "gemma2"
+    scores = 3 * config.batch_size * layer.attn.num_heads * 256 * config.protocol.max_seq_len * 4 * capped
+    return Need(
+        weights=sum(numbers.values()) * 2 / GIB,
+        # int4: half a byte a weight, and for each group of 128 a scale and a zero point in bf16.
+        packed=(linear * (0.5 + 4 / 128) + (sum(numbers.values()) - linear) * 2) / GIB,
+        largest_piece=max(numbers["layers"] // len(model.layers), embedding.weight.numel()) * 2 / GIB,
+        working=(activations + scores) / GIB + 64 / 1024 + 1,
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PATHS if path.parent.name != "smollm2" and "k" not in path.stem.split("_")[-1]],
+    ids=lambda path: path.relative_to(FOLDER).with_suffix("").as_posix(),
+)
+def test_memory_is_right_by_arithmetic_and_fits_the_device(path):
+    head, config, need = head_of(path), OmegaConf.load(path), need_of(path)
+    (memory,) = re.findall(r"^# Memory:   (.*)$", head, re.MULTILINE)
+    (num_nodes, per_node) = re.search(r"(?:--nnodes (\d+) )?--nproc_per_node (\d+)", head).groups()
+    num_devices = int(num_nodes or 1) * int(per_node)
+    assert need.working <= WORKING, "the allowance covers activations, logits and context"
+    whole = math.ceil(need.weights + WORKING)
+    if "quantizer" in config:
+        first = whole  # load_model fills the model in full precision, then packs it layer by layer.
+        expected = (
+            f"{whole} GiB a device while the bf16 weights are packed, then"
+            f" {math.ceil(need.packed + WORKING)} GiB ({need.packed:.1f} GiB of weights)"
         )
-        assert packed.pop("quantizer")._component_.endswith("Int4WeightOnlyQuantizer")
-        assert packed.pop("output_dir") == f"{plain.pop('output_dir')}-int4"
+    elif config.get("data_parallel_shard_dim") == -1:
+        # One piece is in use while the next is being gathered.
+        first = math.ceil(need.weights / num_devices + 2 * need.largest_piece + WORKING)
+        expected = f"{first} GiB a device ({need.weights:.0f} GiB of weights, split over {num_devices})"
+    else:
+        first = whole
+        expected = f"{first} GiB a device ({need.weights:.1f} GiB of weights)"
+    device = next(size for size in DEVICES if first < size)
+    assert memory == f"{expected}; devices of {device} GiB are enough."
+    assert config.get("data_parallel_shard_dim") != -1 or config.batch_size == 1
+
+
+@pytest.mark.parametrize("name", ["128k", "512k"])
+def test_memory_table_of_long_windows(name):
+    path = FOLDER / "llama3_1" / f"8B_ppl_{name}.yaml"
+    head, config, need = head_of(path), OmegaConf.load(path), need_of(path)
+    table = {
+        row.split("  ")[0]: float(gib)
+        for row, gib in re.findall(r"^# {11,}(\w.*?) (\S+) GiB$", head, re.MULTILINE)
+    }
+    length, degree = config.protocol.max_seq_len, config.context_parallel_dim
+    tokens, gigabytes = length / degree, 2 / GIB
+    assert table["weights"] == round(need.weights / degree, 1)
+    assert table["hidden states"] == pytest.approx(6 * tokens * 4096 * gigabytes, abs=0.06)
+    assert table["MLP"] == pytest.approx(3 * tokens * 14336 * gigabytes, abs=0.06)
+    assert table["keys and values"] >= 2 * length * 128 * gigabytes * 2
+    total, device = re.search(
+        r"^# Memory:   (\d+) GiB a device; devices of (\d+) GiB", head, re.MULTILINE
+    ).groups()
+    assert sum(table.values()) <= int(total) < int(device)
+
+
+@every_config
+def test_int4(path):
+    """An int4 file is its neighbour with a quantiser, and the neighbour's head names the override."""
+    config = OmegaConf.load(path)
+    if path.stem.endswith("_int4"):
+        plain = OmegaConf.load(path.with_stem(path.stem.removesuffix("_int4")))
+        assert config.pop("quantizer")._component_ == INT4
+        assert config.pop("output_dir") == f"{plain.pop('output_dir')}-int4"
         plain.pop("data_parallel_shard_dim", None)
-        assert packed == plain
+        assert config == plain
     elif path.stem.endswith("_ppl"):
-        assert path.with_stem(f"{path.stem}_int4").is_file()
+        (line,) = re.findall(r"^# int4:     (.*)$", head_of(path), re.MULTILINE)
+        if not line.startswith("add "):
+            assert need_of(path).weights > max(DEVICES)
+            return
+        overrides = line.removeprefix("add ").split()
+        settings = read_settings(["--config", str(path), *overrides])
+        assert settings.quantizer._component_ == INT4
+        assert settings.data_parallel_shard_dim == 1
+        neighbour = path.with_stem(f"{path.stem}_int4")
+        if neighbour.is_file():
+            assert settings.quantizer == OmegaConf.load(neighbour).quantizer
+
+
+def test_every_family_has_an_int4_file():
+    assert {path.parent for path in PATHS} == {path.parent for path in PATHS if path.stem.endswith("_int4")}
 
 
 def test_models_of_70b_and_more_are_sharded():
@@ -120,16 +228,6 @@ def test_every_size_that_torchtune_builds_has_a_config():
         ),
         *("phi3", "phi4", "qwen2", "qwen2_5", "smollm2"),
     }
-
-
-def test_files_are_what_the_generator_writes():
-    spec = importlib.util.spec_from_file_location("generate_configs", FOLDER / "_generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generator = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generator)
-    stale = [str(path) for path, content in generator.files().items() if path.read_text() != content]
-    assert not stale, f"run `make configs`; these differ from what configs/_generate.py writes: {stale}"
 
 
 def test_configs_are_found_by_name_and_counted(capsys):
