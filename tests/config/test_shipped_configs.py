@@ -158,10 +158,8 @@ def test_memory_is_right_by_arithmetic_and_fits_the_device(path):
 def test_memory_table_of_long_windows(name):
     path = FOLDER / "llama3_1" / f"8B_ppl_{name}.yaml"
     head, config, need = head_of(path), OmegaConf.load(path), need_of(path)
-    table = {
-        row.split("  ")[0]: float(gib)
-        for row, gib in re.findall(r"^# {11,}(\w.*?) (\S+) GiB$", head, re.MULTILINE)
-    }
+    rows = re.findall(r"^# {11,}(\w.*?) (\S+) GiB$", head, re.MULTILINE)
+    table = {row.split("  ")[0]: float(gib) for row, gib in rows}
     length, degree = config.protocol.max_seq_len, config.context_parallel_dim
     tokens, gigabytes = length / degree, 2 / GIB
     assert table["weights"] == round(need.weights / degree, 1)
