@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check format install model bench clean
+.PHONY: demo test test-all check format docs install model bench clean
 
 install: $(STAMP)
 
@@ -34,8 +34,12 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
 bench: model
 	$(BIN)/python benchmarks/throughput.py
 
 clean:
-	rm -rf $(VENV) runs build dist recipes/*.egg-info
+	rm -rf $(VENV) runs site build dist recipes/*.egg-info
