@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the pages at the top of the repository become pages of the site, without a copy in docs/."""
+"""A hook of mkdocs: pages at the top of the repository become pages of the site, without a copy in docs/."""
 
 from pathlib import Path
 
@@ -6,7 +6,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-PAGES = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "README.zh-CN.md")} | {"README.md": "index.md"}
+PAGES = {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "README.zh-CN.md")} | {
+    "README.md": "index.md"
+}
 TREE = "https://github.com/distributed-ppl-eval/distributed_ppl_eval/tree/main"
 
 
@@ -20,7 +22,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to where the site has its pages, and links to folders and the licence to the repository."""
+    """Turn links to pages at the top into links of the site, and links to other files into links to GitHub."""
     for name, target in PAGES.items():
         markdown = markdown.replace(f"](../{name}", f"]({target}")
     markdown = markdown.replace("](README.md", "](index.md").replace("](LICENSE", f"]({TREE}/LICENSE")
