@@ -22,7 +22,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to pages at the top into links of the site, and links to other files into links to GitHub."""
+    """Turn links to pages at the top into links of the site, and links to other files into GitHub links."""
     for name, target in PAGES.items():
         markdown = markdown.replace(f"](../{name}", f"]({target}")
     markdown = markdown.replace("](README.md", "](index.md").replace("](LICENSE", f"]({TREE}/LICENSE")
