@@ -28,7 +28,7 @@ from ppl_eval.distributed.collectives import add_over_ranks
 from ppl_eval.distributed.heartbeat import Heartbeats
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.parallel.parallel_dims import ParallelDims
-from ppl_eval.protocols.disjoint import disjoint
+from ppl_eval.protocols import disjoint
 from ppl_eval.protocols.plan import Plan, make_plan
 from ppl_eval.protocols.sampler import DUMMY_BATCH, ExactDistributedSampler
 from ppl_eval.results.ledger import RECORD, Ledger, read_ledger

@@ -18,8 +18,8 @@ from helpers.texts import ALPACA
 from helpers.tiny_tokenizers import hf_encoder, llama3_tokenizer
 from ppl_eval.data import domains, sft
 from ppl_eval.data.token_data import TokenData
+from ppl_eval.protocols import per_sample
 from ppl_eval.protocols.batches import WindowBatches, expected_lanes, masked_targets
-from ppl_eval.protocols.disjoint import per_sample
 from ppl_eval.protocols.plan import make_plan
 from ppl_eval.scoring.nll import ScoringModel, window_scores
 from ppl_eval.tokenization.tokenizer import TextEncoder, wrap_tokenizer

@@ -65,7 +65,6 @@ class WindowBatches(Dataset[Batch]):
                 coverage.lanes_of(none, none),
             )
         windows = self.plan.batch_windows(batch)
-        weights = self.plan.protocol.window_weights
         tokens_BT, labels_BT = self._tensors(windows)
         first = batch * self.plan.batch_size
         return Batch(
@@ -75,7 +74,7 @@ class WindowBatches(Dataset[Batch]):
             windows.document,
             windows.start,
             scored_lanes(windows, self.data),
-            None if weights is None else weights(windows),
+            self.plan.protocol.window_weights(windows),
         )
 
     def _tensors(self, windows: Windows) -> tuple[IntArray, IntArray]:

@@ -50,7 +50,7 @@ def read_inputs(settings: Settings, world: World) -> Inputs:
         ValueError: if something is missing or does not fit.
     """
     encoder = wrap_tokenizer(instantiate("tokenizer", settings.tokenizer), settings.tokenizer)
-    protocol = bos.for_tokenizer(instantiate("protocol", settings.protocol), encoder)
+    protocol = instantiate("protocol", settings.protocol).for_tokenizer(encoder.adds_bos)
     prefix_token = bos.prefix_token(protocol, encoder)
     source = instantiate("dataset", settings.dataset)
 
