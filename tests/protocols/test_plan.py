@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ppl_eval import protocols
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.protocols import coverage
-from ppl_eval.protocols.batches import WindowBatches, expected_lanes, scored_lanes
+from ppl_eval.protocols.batches import WindowBatches, expected_hash_sums, scored_hash_sums
 from ppl_eval.protocols.plan import make_plan
 from ppl_eval.protocols.sampler import DUMMY_BATCH, ExactDistributedSampler
 
@@ -69,9 +69,9 @@ def test_masked_labels_are_neither_scored_nor_counted():
     plan = plan_for(data, protocols.disjoint(4))
     batch = WindowBatches(plan, data)[0]
     assert batch.labels_BT.tolist() == [[101, -100, -100, -100], [105, 106, 107, -100]]
-    only = coverage.lanes_of(np.zeros(4, dtype=np.int64), np.array([1, 5, 6, 7]))
-    assert batch.scored_lanes.tolist() == only.tolist()
-    assert expected_lanes(plan, data, 0, 1).tolist() == only.tolist()
+    only = coverage.hash_sums(np.zeros(4, dtype=np.int64), np.array([1, 5, 6, 7]))
+    assert batch.scored_hash_sums.tolist() == only.tolist()
+    assert expected_hash_sums(plan, data, 0, 1).tolist() == only.tolist()
 
 
 def test_dummy_batch_scores_nothing():
@@ -79,7 +79,7 @@ def test_dummy_batch_scores_nothing():
     batch = WindowBatches(plan_for(data, protocols.disjoint(4)), data)[DUMMY_BATCH]
     assert (batch.labels_BT == -100).all()
     assert len(batch.window_ids_B) == 0
-    assert not batch.scored_lanes.any()
+    assert not batch.scored_hash_sums.any()
 
 
 @given(lengths, st.integers(2, 9), st.booleans(), st.integers(1, 4))
@@ -126,14 +126,14 @@ def test_expected_hash_is_shared_out_without_gap(document_lengths, max_seq_len, 
     if not protocol.num_windows(np.diff(data.offsets_D1)).sum():
         return
     plan = plan_for(data, protocol)
-    shares = [expected_lanes(plan, data, rank, num_ranks) for rank in range(num_ranks)]
-    assert sum(shares).tolist() == scored_lanes(plan.windows(0, plan.num_windows), data).tolist()
+    shares = [expected_hash_sums(plan, data, rank, num_ranks) for rank in range(num_ranks)]
+    assert sum(shares).tolist() == scored_hash_sums(plan.windows(0, plan.num_windows), data).tolist()
 
 
 def test_hash_sees_a_token_missed_doubled_or_moved():
     def lanes(pairs):
         document, position = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
-        return coverage.lanes_of(document, position).tolist()
+        return coverage.hash_sums(document, position).tolist()
 
     whole = [(0, 1), (0, 2), (1, 1)]
     assert lanes(whole) == lanes(reversed(whole))

@@ -81,7 +81,7 @@ class Accumulator:
     def add(self, batch: Batch, scores: WindowScores) -> None:
         """Add a scored batch."""
         self.run.add(scores, batch.window_ids_B, batch.weights_B)
-        self.run.totals.scored_lanes += batch.scored_lanes
+        self.run.totals.scored_hash_sums += batch.scored_hash_sums
         if self.domains:
             assert self._domain_D is not None
             domain_B = self._domain_D[batch.document_B]
@@ -124,7 +124,7 @@ class Accumulator:
         """
         totals = self.run.totals
         same_number = (totals.num_tokens, totals.num_windows) == (expected_tokens, expected_windows)
-        if not same_number or (totals.scored_lanes != totals.expected_lanes).any():
+        if not same_number or (totals.scored_hash_sums != totals.expected_hash_sums).any():
             raise RuntimeError(
                 f"{totals.num_tokens} tokens in {totals.num_windows} windows were scored, but the plan has"
                 f" {expected_tokens} in {expected_windows}{' others' if same_number else ''}: a fault in this"

@@ -23,7 +23,7 @@ class Batch:
         window_ids_B: ids in the plan; empty for a dummy batch.
         document_B: document of each window.
         start_B: first position of each window in its document.
-        scored_lanes: set hash of the scored targets (see ``coverage``).
+        scored_hash_sums: set hash of the scored targets (see ``coverage``).
         weights_B: weight of each window's mean NLL, where the protocol has such weights; int64.
     """
 
@@ -32,7 +32,7 @@ class Batch:
     window_ids_B: IntArray
     document_B: IntArray
     start_B: IntArray
-    scored_lanes: coverage.Lanes
+    scored_hash_sums: coverage.HashSums
     weights_B: IntArray | None = None
 
 
@@ -62,7 +62,7 @@ class WindowBatches(Dataset[Batch]):
                 none,
                 none,
                 none,
-                coverage.lanes_of(none, none),
+                coverage.hash_sums(none, none),
             )
         windows = self.plan.batch_windows(batch)
         tokens_BT, labels_BT = self._tensors(windows)
@@ -73,7 +73,7 @@ class WindowBatches(Dataset[Batch]):
             np.arange(first, first + len(windows.start), dtype=np.int64),
             windows.document,
             windows.start,
-            scored_lanes(windows, self.data),
+            scored_hash_sums(windows, self.data),
             self.plan.protocol.window_weights(windows),
         )
 
@@ -103,8 +103,8 @@ class WindowBatches(Dataset[Batch]):
         return max(num_inputs, min(-(-num_inputs // 8) * 8, self.plan.protocol.max_seq_len))
 
 
-def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
-    """Set hash of the targets that windows score, label masks applied."""
+def scored_hash_sums(windows: Windows, data: TokenData) -> coverage.HashSums:
+    """Hash the set of the targets that windows score, label masks applied."""
     num_targets = windows.num_targets
     document_N = np.repeat(windows.document, num_targets)
     # Positions of each window's targets, laid end to end: a running index less where its window begins, plus
@@ -116,7 +116,7 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
     if data.labels is not None:
         kept = data.labels[data.offsets_D1[document_N] + position_N] != IGNORE_INDEX
         document_N, position_N = document_N[kept], position_N[kept]
-    return coverage.lanes_of(document_N, position_N)
+    return coverage.hash_sums(document_N, position_N)
 
 
 def masked_targets(plan: Plan, data: TokenData) -> int:
@@ -138,16 +138,16 @@ def masked_targets(plan: Plan, data: TokenData) -> int:
     return num_masked
 
 
-def expected_lanes(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.Lanes:
-    """This rank's share of the set hash of all targets of the plan.
+def expected_hash_sums(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.HashSums:
+    """Return this rank's share of the set hash of all targets of the plan.
 
     The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over
     ranks checks the sharding and not only the arithmetic.
     """
     first, last = (plan.num_windows * r // num_replicas for r in (rank, rank + 1))
-    lanes = np.zeros(coverage.LANES, dtype=np.uint64)
+    sums = np.zeros(coverage.NUM_HASH_SUMS, dtype=np.uint64)
     # About 2^20 targets at a time, so that memory stays flat.
     step = max(1, (1 << 20) // plan.protocol.max_seq_len)
     for start in range(first, last, step):
-        lanes += scored_lanes(plan.windows(start, min(start + step, last)), data)
-    return lanes
+        sums += scored_hash_sums(plan.windows(start, min(start + step, last)), data)
+    return sums

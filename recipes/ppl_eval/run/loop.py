@@ -8,7 +8,7 @@ from functools import partial
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import FloatSum, Totals, WindowScores, resolve_precision
-from ppl_eval.protocols.batches import Batch, WindowBatches, expected_lanes
+from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
 from ppl_eval.protocols.sampler import ExactDistributedSampler
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
@@ -90,7 +90,9 @@ def reduce(state: RunState, sums: RankSums, add_over_ranks: AddOverRanks) -> Sco
     totals = accumulator.run.totals
     tokens_here = totals.num_tokens
     if dims.is_counted(rank):
-        totals.expected_lanes = expected_lanes(inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree)
+        totals.expected_hash_sums = expected_hash_sums(
+            inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree
+        )
     begin = time.monotonic()
     accumulator.reduce(add_over_ranks)
     rounded = None
