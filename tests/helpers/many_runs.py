@@ -13,9 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 import distributed_ppl_eval
-from ppl_eval.protocols.sampler import ExactDistributedSampler
+from ppl_eval.run import loop
 
-forward = ExactDistributedSampler.__iter__
+forward = loop.batches_of
 connect = distributed_ppl_eval.connect
 
 for number, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
@@ -31,10 +31,10 @@ for number, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         return dataclasses.replace(world, **changes)
 
     distributed_ppl_eval.connect = connect_apart
-    ExactDistributedSampler.__iter__ = forward
+    loop.batches_of = forward
     if argv[0] == "reversed":
         argv = argv[1:]
-        ExactDistributedSampler.__iter__ = lambda self: reversed(list(forward(self)))
+        loop.batches_of = lambda *args, **kwargs: forward(*args, **kwargs)[::-1]
     code = distributed_ppl_eval.run(argv)
     if code:
         sys.exit(code)

@@ -12,7 +12,7 @@ from ppl_eval.data.token_data import IGNORE_INDEX
 from ppl_eval.parallel import context_parallel
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.parallel.tensor_parallel import bounds
-from ppl_eval.protocols.sampler import DUMMY_BATCH, ExactDistributedSampler
+from ppl_eval.protocols.sampler import DUMMY_BATCH, batches_of
 from ppl_eval.scoring.nll import token_nll, window_scores
 from ppl_eval.scoring.split import split_model
 
@@ -76,9 +76,7 @@ def score(name, degrees, rank=0, world_size=1, **options):
     )
     model.load(random_weights(name))
     scores = {}
-    for index in ExactDistributedSampler(
-        5, dims.dp_degree, dims.dp_rank(rank), equal_steps=dims.fsdp_enabled
-    ):
+    for index in batches_of(dims.dp_rank(rank), dims.dp_degree, 5, equal_steps=dims.fsdp_enabled):
         tokens_BT, labels_BT = DUMMY if index == DUMMY_BATCH else batches()[index]
         nll_N, correct_N = model.scorer(tokens_BT, labels_BT)
         if index != DUMMY_BATCH and dims.is_counted(rank):

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from ppl_eval.data.token_data import IGNORE_INDEX, TokenData
 from ppl_eval.protocols import coverage
@@ -36,7 +35,7 @@ class Batch:
     weights_B: IntArray | None = None
 
 
-class WindowBatches(Dataset[Batch]):
+class WindowBatches:
     """Batch b of the plan as tensors, made when asked for.
 
     Args:

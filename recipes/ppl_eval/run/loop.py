@@ -9,7 +9,7 @@ from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import FloatSum, Totals, WindowScores, resolve_precision
 from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
-from ppl_eval.protocols.sampler import ExactDistributedSampler
+from ppl_eval.protocols.sampler import batches_of
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.nll import check_finite, score_batch
@@ -38,11 +38,11 @@ def batches_of_rank(state: RunState) -> tuple[int, Iterable[Batch]]:
     """Return how many batches this rank scores, and the batches, made when asked for."""
     inputs, dims = state.inputs, state.dims
     # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
-    sampler = ExactDistributedSampler(
-        inputs.plan.num_batches, dims.dp_degree, dims.dp_rank(state.world.rank), equal_steps=dims.dp_shard > 1
+    indices = batches_of(
+        dims.dp_rank(state.world.rank), dims.dp_degree, inputs.plan.num_batches, equal_steps=dims.dp_shard > 1
     )
     batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
-    return len(sampler), map(batches.__getitem__, sampler)
+    return len(indices), map(batches.__getitem__, indices)
 
 
 def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> RankSums:
