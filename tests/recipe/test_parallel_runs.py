@@ -32,7 +32,8 @@ def test_runs_over_a_mesh(tiny, tmp_path, private_home):
     assert finished.code == 0, finished.output
     alone = result_of(tmp_path / "alone")
     cases = EXACT | CLOSE
-    # With threads enough for two lanes, which must not be: ranks that share forwards make them in step.
+    # With threads enough for two batches at once, which must not be: ranks that share forwards make them in
+    # step.
     argvs = [arguments(name, overrides) for name, overrides in cases.items()]
     finished = many(4, argvs, tmp_path, {"OMP_NUM_THREADS": "2"})
     assert finished.code == 0, finished.output

@@ -62,14 +62,14 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
     precision = resolve_precision(settings.aggregation.precision, inputs.expected_tokens)
     rounded_nll = None if precision == "exact" else FloatSum(precision)
     num_steps, windows = batches
-    num_lanes = concurrency.number_of_lanes(
+    num_concurrent = concurrency.num_concurrent_batches(
         state.device,
         not (dims.forwards_are_shared or settings.compile),
         inputs.plan.batch_size * inputs.protocol.max_seq_len,
     )
     score_one = partial(score_batch, state.model.scorer, device=state.device)
     begin = time.monotonic()
-    for batch, scores in concurrency.map_in_lanes(score_one, windows, num_steps, num_lanes):
+    for batch, scores in concurrency.map_concurrently(score_one, windows, num_steps, num_concurrent):
         check_finite(batch, scores, state.world.where)
         if not counted:
             continue  # A peer scored the same windows, and counts them.
