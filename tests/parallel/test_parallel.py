@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchao.quantization.linear_quant_modules import Int8DynActInt4WeightLinear
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from helpers.models import VOCAB_SIZE, on_meta, random_weights
 from helpers.processes import run_ranks
-from ppl_eval.data.token_data import IGNORE_INDEX
 from ppl_eval.parallel import context_parallel
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.parallel.tensor_parallel import bounds
@@ -55,16 +55,16 @@ def batches():
     made = []
     for lengths in ([33, 21, 1], [40], [13, 2, 5], [32, 32], [3, 17]):
         tokens_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-        labels_BT = torch.full_like(tokens_BT, IGNORE_INDEX)
+        labels_BT = torch.full_like(tokens_BT, CROSS_ENTROPY_IGNORE_IDX)
         for row, length in enumerate(lengths):
             sequence = torch.randint(VOCAB_SIZE, (length + 1,), generator=generator)
             tokens_BT[row, :length], labels_BT[row, :length] = sequence[:-1], sequence[1:]
-        labels_BT[0, : max(lengths) // 3] = IGNORE_INDEX
+        labels_BT[0, : max(lengths) // 3] = CROSS_ENTROPY_IGNORE_IDX
         made.append((tokens_BT, labels_BT))
     return made
 
 
-DUMMY = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE_INDEX))
+DUMMY = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), CROSS_ENTROPY_IGNORE_IDX))
 
 
 @torch.no_grad()

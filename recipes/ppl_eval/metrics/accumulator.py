@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
-from ppl_eval.data.token_data import IGNORE_INDEX, TokenData
+from ppl_eval.data.token_data import TokenData
 from ppl_eval.metrics.standard_error import Blocks
 from ppl_eval.metrics.totals import Totals, WindowScores
 from ppl_eval.protocols.base import IntArray
@@ -95,7 +96,7 @@ class Accumulator:
         if self.positions:
             assert scores.nll_BT is not None
             assert scores.correct_BT is not None
-            scored_BT = batch.labels_BT[: len(scores.nll_BT)].numpy() != IGNORE_INDEX
+            scored_BT = batch.labels_BT[: len(scores.nll_BT)].numpy() != CROSS_ENTROPY_IGNORE_IDX
             for index, bucket in enumerate(self.positions):
                 columns = slice(index * self.bucket_width, (index + 1) * self.bucket_width)
                 here = scored_BT[:, columns]

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
-from ppl_eval.data.token_data import IGNORE_INDEX, TokenData
+from ppl_eval.data.token_data import TokenData
 from ppl_eval.protocols import coverage
 from ppl_eval.protocols.base import IntArray, Windows
 from ppl_eval.protocols.plan import Plan
@@ -57,7 +58,7 @@ class WindowBatches:
             none = np.zeros(0, dtype=np.int64)
             return Batch(
                 torch.zeros(1, 1, dtype=torch.int64),
-                torch.full((1, 1), IGNORE_INDEX),
+                torch.full((1, 1), CROSS_ENTROPY_IGNORE_IDX),
                 none,
                 none,
                 none,
@@ -89,7 +90,7 @@ class WindowBatches:
         stream_BT = offset_B1 + target_BT
 
         labels = self.data.tokens if self.data.labels is None else self.data.labels
-        labels_BT = np.where(scored_BT, labels[stream_BT].astype(np.int64), IGNORE_INDEX)
+        labels_BT = np.where(scored_BT, labels[stream_BT].astype(np.int64), CROSS_ENTROPY_IGNORE_IDX)
         tokens_BT = self.data.tokens[np.maximum(stream_BT - 1, 0)].astype(np.int64)
         tokens_BT[~real_BT] = 0
         if windows.prefix.any():
@@ -113,7 +114,7 @@ def scored_hash_sums(windows: Windows, data: TokenData) -> coverage.HashSums:
         windows.score_start - before, num_targets
     )
     if data.labels is not None:
-        kept = data.labels[data.offsets_D1[document_N] + position_N] != IGNORE_INDEX
+        kept = data.labels[data.offsets_D1[document_N] + position_N] != CROSS_ENTROPY_IGNORE_IDX
         document_N, position_N = document_N[kept], position_N[kept]
     return coverage.hash_sums(document_N, position_N)
 
@@ -130,7 +131,7 @@ def masked_targets(plan: Plan, data: TokenData) -> int:
         begin = data.offsets_D1[windows.document]
         # Running counts of masked labels over the span of these windows: a difference of two is a window's.
         low, high = int((begin + windows.score_start).min()), int((begin + windows.stop).max())
-        masked = np.concatenate([[0], np.cumsum(data.labels[low:high] == IGNORE_INDEX)])
+        masked = np.concatenate([[0], np.cumsum(data.labels[low:high] == CROSS_ENTROPY_IGNORE_IDX)])
         num_masked += int(
             (masked[begin + windows.stop - low] - masked[begin + windows.score_start - low]).sum()
         )
