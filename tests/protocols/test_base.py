@@ -1,6 +1,7 @@
 """What holds for every protocol, by property over random lengths; and a protocol of a user's own."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -120,39 +121,14 @@ def test_a_protocol_is_named_as_configs_name_it(name: str):
 
 # --- a protocol of a user's own ---------------------------------------------------------------------------
 
-USERS_MODULE = '''
-from dataclasses import dataclass
-
-import numpy as np
-
-from ppl_eval.protocols.base import Protocol, all_equal, check_whole_number
-
-
-@dataclass(frozen=True)
-class FirstTokens(Protocol):
-    """One window a document: its first ``num_scored`` tokens after the first are scored."""
-
-    num_scored: int = 3
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_whole_number("num_scored", self.num_scored, 1, self.max_seq_len)
-
-    def num_windows(self, length):
-        return (length > 1).astype(np.int64)
-
-    def locate(self, length, index):
-        start = np.zeros_like(length)
-        return start, start + 1, np.minimum(length, self.num_scored + 1), all_equal(index, False)
-
-    def num_targets(self, length):
-        return np.clip(length - 1, 0, self.num_scored)
-'''
+PAGE = Path(__file__).parents[2] / "docs" / "protocols.md"
 
 
 @pytest.fixture
 def users_module(tmp_path: Path, monkeypatch) -> str:
-    (tmp_path / "my_protocols.py").write_text(USERS_MODULE)
+    # The example of the documentation.
+    [code] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    (tmp_path / "my_protocols.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     yield "my_protocols"
     sys.modules.pop("my_protocols", None)

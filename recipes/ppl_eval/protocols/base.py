@@ -86,7 +86,7 @@ class Protocol(ABC):
     A protocol is a frozen dataclass whose fields are its parameters, so that a config's ``protocol`` section
     builds it and ``parameters`` goes into the result. A subclass defines ``num_windows``, ``locate`` and
     ``num_targets``, and overrides what else differs from the defaults here, by a class attribute, a field or
-    a property. ``docs/protocols.md`` shows one.
+    a property. docs/protocols.md shows one in full.
 
     Attributes:
         max_seq_len: most tokens that the model sees at once.
