@@ -28,9 +28,9 @@ from ppl_eval.distributed.collectives import add_over_ranks
 from ppl_eval.distributed.heartbeat import Heartbeats
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.parallel.parallel_dims import ParallelDims
-from ppl_eval.protocols.disjoint import disjoint
+from ppl_eval.protocols import disjoint
 from ppl_eval.protocols.plan import Plan, make_plan
-from ppl_eval.protocols.sampler import DUMMY_BATCH, ExactDistributedSampler
+from ppl_eval.protocols.sampler import DUMMY_BATCH, batches_of
 from ppl_eval.results.ledger import RECORD, Ledger, read_ledger
 
 # int64 numbers: those of a run over 25 domains; without domains it adds 321.
@@ -149,8 +149,8 @@ def plan_on(world_size: int, plan: Plan) -> dict[str, float]:
         mesh = dims.build_mesh("cpu")
         assert mesh is not None
         assert mesh.size() == world_size
-        sampler = ExactDistributedSampler(plan.num_batches, dims.dp_degree, dims.dp_rank(0), equal_steps=True)
-        for batch in sampler:
+        own = batches_of(dims.dp_rank(0), dims.dp_degree, plan.num_batches, equal_steps=True)
+        for batch in own:
             if batch != DUMMY_BATCH:
                 plan.batch_windows(batch)
         seconds = time.perf_counter() - begin
@@ -160,13 +160,11 @@ def plan_on(world_size: int, plan: Plan) -> dict[str, float]:
         dist.destroy_process_group()
     scored = np.zeros(plan.num_batches, dtype=np.int8)
     for rank in range(world_size):
-        share = ExactDistributedSampler(
-            plan.num_batches, dims.dp_degree, dims.dp_rank(rank), equal_steps=True
-        )
-        batches = np.fromiter(share, dtype=np.int64)
+        share = batches_of(dims.dp_rank(rank), dims.dp_degree, plan.num_batches, equal_steps=True)
+        batches = np.array(share, dtype=np.int64)
         scored[batches[batches != DUMMY_BATCH]] += 1
     assert (scored == 1).all(), "a batch is scored by no rank, or by more than one"
-    return {"steps": len(sampler), "seconds": seconds, "peak_kib": kib}
+    return {"steps": len(own), "seconds": seconds, "peak_kib": kib}
 
 
 def ledger_growth(num_batches: int, windows_per_batch: int = 4) -> dict[str, float]:

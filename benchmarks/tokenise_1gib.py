@@ -85,7 +85,7 @@ def main() -> None:
     from ppl_eval.data import text_files
     from ppl_eval.data.sources import EncodeRequest
     from ppl_eval.data.token_data import open_tokens, prepare_tokens
-    from ppl_eval.protocols.disjoint import disjoint
+    from ppl_eval.protocols import disjoint
     from ppl_eval.protocols.plan import make_plan
     from ppl_eval.tokenization.tokenizer import wrap_tokenizer
     from ppl_eval.tokenization.workers import MAX_WORKERS, num_cores

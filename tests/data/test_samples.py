@@ -18,8 +18,8 @@ from helpers.texts import ALPACA
 from helpers.tiny_tokenizers import hf_encoder, llama3_tokenizer
 from ppl_eval.data import domains, sft
 from ppl_eval.data.token_data import TokenData
-from ppl_eval.protocols.batches import WindowBatches, expected_lanes, masked_targets
-from ppl_eval.protocols.disjoint import per_sample
+from ppl_eval.protocols import per_sample
+from ppl_eval.protocols.batches import WindowBatches, expected_hash_sums, masked_targets
 from ppl_eval.protocols.plan import make_plan
 from ppl_eval.scoring.nll import ScoringModel, window_scores
 from ppl_eval.tokenization.tokenizer import TextEncoder, wrap_tokenizer
@@ -72,7 +72,7 @@ def ours(data: TokenData, model: Any, batch_size: int) -> tuple[float, int]:
     batches = WindowBatches(plan, data)
     scorer = ScoringModel(model, 1 << 24)
     nll, num_tokens = 0.0, 0
-    lanes = np.zeros(4, dtype=np.uint64)
+    hash_sums = np.zeros(4, dtype=np.uint64)
     with torch.no_grad():
         for b in range(plan.num_batches):
             batch = batches[b]
@@ -80,10 +80,11 @@ def ours(data: TokenData, model: Any, batch_size: int) -> tuple[float, int]:
             scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
             nll += math.fsum(scores.nll_sum_B)
             num_tokens += int(scores.num_tokens_B.sum())
-            lanes += batch.scored_lanes
+            hash_sums += batch.scored_hash_sums
     assert num_tokens == plan.expected_targets() - masked_targets(plan, data)
     assert (
-        lanes == sum((expected_lanes(plan, data, r, 3) for r in range(3)), start=np.zeros(4, np.uint64))
+        hash_sums
+        == sum((expected_hash_sums(plan, data, r, 3) for r in range(3)), start=np.zeros(4, np.uint64))
     ).all()
     return nll, num_tokens
 

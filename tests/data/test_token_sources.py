@@ -12,7 +12,7 @@ from helpers.token_files import IDS, SEPARATOR, write_bin, write_megatron
 from ppl_eval.data import domains, input_files, token_files
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens
-from ppl_eval.protocols.disjoint import disjoint
+from ppl_eval.protocols import disjoint
 from ppl_eval.protocols.plan import make_plan
 from ppl_eval.tokenization.tokenizer import TextEncoder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ppl_eval.protocols.disjoint import disjoint
+from ppl_eval.protocols import disjoint
 from ppl_eval.protocols.plan import make_plan
 
 ROOT = Path(__file__).parents[2]

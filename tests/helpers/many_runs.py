@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 import distributed_ppl_eval
-from ppl_eval.protocols.sampler import ExactDistributedSampler
+from ppl_eval.run import loop
 
-forward = ExactDistributedSampler.__iter__
+forward = loop.batches_of
 
 for number, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
     # Every run must find the store empty, as a process of its own would.
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-    ExactDistributedSampler.__iter__ = forward
+    loop.batches_of = forward
     if argv[0] == "reversed":
         argv = argv[1:]
-        ExactDistributedSampler.__iter__ = lambda self: reversed(list(forward(self)))
+        loop.batches_of = lambda *args, **kwargs: forward(*args, **kwargs)[::-1]
     code = distributed_ppl_eval.run(argv)
     if code:
         sys.exit(code)

@@ -1,6 +1,6 @@
 """A tiny random Llama in two libraries, and the scoring loop of one process: what parity tests compare."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.metrics.totals import Totals, WindowScores
 from ppl_eval.protocols.base import Protocol
 from ppl_eval.protocols.batches import WindowBatches
-from ppl_eval.protocols.bos import check_bos_tokens, for_tokenizer, prefix_token
+from ppl_eval.protocols.bos import check_bos_tokens, prefix_token
 from ppl_eval.protocols.plan import make_plan
 from ppl_eval.scoring.nll import ScoringModel, window_scores
 from ppl_eval.tokenization.tokenizer import TextEncoder
@@ -95,7 +95,7 @@ def score(
     batch_size: int = 3,
 ) -> Scored:
     """Score a source as the recipe does, on one process."""
-    protocol = for_tokenizer(protocol, encoder)
+    protocol = protocol.for_tokenizer(encoder.adds_bos)
     request = EncodeRequest(encoder, protocol.join, protocol.bos, protocol.word_separator)
     data = open_tokens(prepare_tokens(source, request, cache))
     notes = check_bos_tokens(protocol, data, encoder)
@@ -107,10 +107,9 @@ def score(
         batch = batches[index]
         nll_N, correct_N = model(batch.tokens_BT, batch.labels_BT)
         scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
-        weights: Callable | None = protocol.window_weights
-        totals.add(scores, weights(plan.batch_windows(index)) if weights else None)
+        totals.add(scores, batch.weights_B)
         found.append(scores)
     windows = WindowScores(*(np.concatenate(column) for column in zip(*(s[:4] for s in found), strict=True)))
     assert totals.num_tokens == plan.expected_targets()
-    figures = protocol.figures(totals.scored_sums(int(data.num_words_D.sum()))) if protocol.figures else {}
+    figures = protocol.figures(totals.scored_sums(int(data.num_words_D.sum())))
     return Scored(totals, data, windows, figures, notes)

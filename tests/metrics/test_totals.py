@@ -55,9 +55,9 @@ def test_any_order_and_grouping_gives_the_same_bits(windows, random, num_ranks):
 
 def test_set_hash_travels_with_the_totals():
     a, b = Totals(), Totals()
-    a.scored_lanes += np.array([2**64 - 1, 1, 2**63, 0], dtype=np.uint64)
-    b.scored_lanes += np.array([2, 1, 2**63, 0], dtype=np.uint64)
-    assert Totals.unpack(a.pack() + b.pack()).scored_lanes.tolist() == [1, 2, 0, 0]
+    a.scored_hash_sums += np.array([2**64 - 1, 1, 2**63, 0], dtype=np.uint64)
+    b.scored_hash_sums += np.array([2, 1, 2**63, 0], dtype=np.uint64)
+    assert Totals.unpack(a.pack() + b.pack()).scored_hash_sums.tolist() == [1, 2, 0, 0]
 
 
 def test_hand_numbers():

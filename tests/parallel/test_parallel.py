@@ -5,15 +5,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchao.quantization.linear_quant_modules import Int8DynActInt4WeightLinear
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.models.llama3 import base_llama_tp_plan
 
 from helpers.models import VOCAB_SIZE, on_meta, random_weights
 from helpers.processes import run_ranks
-from ppl_eval.data.token_data import IGNORE_INDEX
 from ppl_eval.parallel import context_parallel
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.parallel.tensor_parallel import bounds
-from ppl_eval.protocols.sampler import DUMMY_BATCH, ExactDistributedSampler
+from ppl_eval.protocols.sampler import DUMMY_BATCH, batches_of
 from ppl_eval.scoring.nll import token_nll, window_scores
 from ppl_eval.scoring.split import split_model
 
@@ -56,16 +56,16 @@ def batches():
     made = []
     for lengths in ([33, 21, 1], [40], [13, 2, 5], [32, 32], [3, 17]):
         tokens_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-        labels_BT = torch.full_like(tokens_BT, IGNORE_INDEX)
+        labels_BT = torch.full_like(tokens_BT, CROSS_ENTROPY_IGNORE_IDX)
         for row, length in enumerate(lengths):
             sequence = torch.randint(VOCAB_SIZE, (length + 1,), generator=generator)
             tokens_BT[row, :length], labels_BT[row, :length] = sequence[:-1], sequence[1:]
-        labels_BT[0, : max(lengths) // 3] = IGNORE_INDEX
+        labels_BT[0, : max(lengths) // 3] = CROSS_ENTROPY_IGNORE_IDX
         made.append((tokens_BT, labels_BT))
     return made
 
 
-DUMMY = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORE_INDEX))
+DUMMY = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), CROSS_ENTROPY_IGNORE_IDX))
 
 
 @torch.no_grad()
@@ -78,9 +78,7 @@ def score(name, degrees, **options):
     )
     model.load(random_weights(name))
     scores = {}
-    for index in ExactDistributedSampler(
-        5, dims.dp_degree, dims.dp_rank(rank), equal_steps=dims.fsdp_enabled
-    ):
+    for index in batches_of(dims.dp_rank(rank), dims.dp_degree, 5, equal_steps=dims.fsdp_enabled):
         tokens_BT, labels_BT = DUMMY if index == DUMMY_BATCH else batches()[index]
         nll_N, correct_N = model.scorer(tokens_BT, labels_BT)
         if index != DUMMY_BATCH and dims.is_counted(rank):

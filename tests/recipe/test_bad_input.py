@@ -51,6 +51,11 @@ def test_not_utf8(refuse, tmp_path):
     assert "latin.txt is not UTF-8: byte 0xef at offset 10 (line 3)" in said
 
 
+def test_protocol_that_is_none(refuse):
+    said = refuse("protocol={_component_: builtins.dict, max_seq_len: 4}")
+    assert "protocol._component_ is 'builtins.dict', which built a dict" in said
+
+
 def test_text_shorter_than_a_window(refuse, tmp_path):
     (tmp_path / "short.txt").write_text("a few words")
     said = refuse(f"dataset.paths=[{tmp_path / 'short.txt'}]")

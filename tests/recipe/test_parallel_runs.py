@@ -32,8 +32,8 @@ def test_runs_over_a_mesh(tiny, tmp_path, private_home):
     assert finished.code == 0, finished.output
     alone = result_of(tmp_path / "alone")
     cases = EXACT | CLOSE
-    # Threads for two lanes, which must not be: ranks that share forwards make them in step. Once, as eight
-    # threads take long on few cores.
+    # Threads for two batches at once, which must not be: ranks that share forwards make them in step. Once,
+    # as eight threads take long on few cores.
     for names, threads in ((["fsdp4"], "2"), ([name for name in cases if name != "fsdp4"], "1")):
         argvs = [arguments(name, cases[name]) for name in names]
         finished = many(4, argvs, tmp_path, {"OMP_NUM_THREADS": threads})

@@ -17,8 +17,8 @@ CASES = {
     ],
     "lines": ["dataset.unit=line", "protocol.max_seq_len=50", "batch_size=4"],
 }
-# One process has threads for two lanes, two processes have one thread each, and three are two nodes, of two
-# ranks and of one.
+# One process has threads for two batches at once, two processes have one thread each, and three are two
+# nodes, of two ranks and of one.
 ENVIRONMENTS = {
     1: {"OMP_NUM_THREADS": "4"},
     2: {"OMP_NUM_THREADS": "1"},

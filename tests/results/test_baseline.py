@@ -8,7 +8,7 @@ from helpers.tiny_tokenizers import hf_encoder
 from ppl_eval.data import TextSource
 from ppl_eval.data.sources import EncodeRequest
 from ppl_eval.data.token_data import open_tokens, prepare_tokens
-from ppl_eval.protocols.disjoint import disjoint
+from ppl_eval.protocols import disjoint
 from ppl_eval.results.baseline import comparable
 
 

@@ -10,7 +10,7 @@ from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.config.settings import read_settings
 from ppl_eval.models.cpu_rotary import WholeRotary
 from ppl_eval.parallel.parallel_dims import ParallelDims
-from ppl_eval.scoring import concurrency as lanes
+from ppl_eval.scoring import concurrency
 from ppl_eval.scoring import load as models
 from ppl_eval.scoring.nll import rows_per_chunk
 
@@ -29,9 +29,11 @@ def load(tiny, tmp_path):
     return load
 
 
-def test_lanes_share_the_memory_for_logits(load):
+def test_concurrent_batches_share_the_memory_for_logits(load):
     scorer = load("max_logits_mib=1")
-    assert scorer.rows_per_chunk == rows_per_chunk(VOCAB_SIZE, torch.float32, 2**20 // lanes.MAX_LANES)
+    assert scorer.rows_per_chunk == rows_per_chunk(
+        VOCAB_SIZE, torch.float32, 2**20 // concurrency.MAX_CONCURRENT_BATCHES
+    )
 
 
 def test_a_cpu_has_its_own_kernels_unless_a_compiler_makes_them(load):

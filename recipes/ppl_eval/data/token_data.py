@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE_INDEX  # noqa: F401
 
 from ppl_eval.config.files import write_json
 from ppl_eval.data import array_cache

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
-from ppl_eval.data.token_data import IGNORE_INDEX, TokenData
+from ppl_eval.data.token_data import TokenData
 from ppl_eval.metrics.standard_error import Blocks
 from ppl_eval.metrics.totals import Totals, WindowScores
 from ppl_eval.protocols.base import IntArray
@@ -81,7 +82,7 @@ class Accumulator:
     def add(self, batch: Batch, scores: WindowScores) -> None:
         """Add a scored batch."""
         self.run.add(scores, batch.window_ids_B, batch.weights_B)
-        self.run.totals.scored_lanes += batch.scored_lanes
+        self.run.totals.scored_hash_sums += batch.scored_hash_sums
         if self.domains:
             assert self._domain_D is not None
             domain_B = self._domain_D[batch.document_B]
@@ -95,7 +96,7 @@ class Accumulator:
         if self.positions:
             assert scores.nll_BT is not None
             assert scores.correct_BT is not None
-            scored_BT = batch.labels_BT[: len(scores.nll_BT)].numpy() != IGNORE_INDEX
+            scored_BT = batch.labels_BT[: len(scores.nll_BT)].numpy() != CROSS_ENTROPY_IGNORE_IDX
             for index, bucket in enumerate(self.positions):
                 columns = slice(index * self.bucket_width, (index + 1) * self.bucket_width)
                 here = scored_BT[:, columns]
@@ -124,7 +125,7 @@ class Accumulator:
         """
         totals = self.run.totals
         same_number = (totals.num_tokens, totals.num_windows) == (expected_tokens, expected_windows)
-        if not same_number or (totals.scored_lanes != totals.expected_lanes).any():
+        if not same_number or (totals.scored_hash_sums != totals.expected_hash_sums).any():
             raise RuntimeError(
                 f"{totals.num_tokens} tokens in {totals.num_windows} windows were scored, but the plan has"
                 f" {expected_tokens} in {expected_windows}{' others' if same_number else ''}: a fault in this"

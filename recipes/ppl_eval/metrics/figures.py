@@ -78,7 +78,7 @@ def protocol_figures(protocol: Protocol, totals: Totals, num_words: int | None) 
         totals: the sums of a set of windows.
         num_words: words of the text they cover; None if unknown.
     """
-    if protocol.figures is None or not totals.num_tokens:
+    if not totals.num_tokens:
         return {}
     own = protocol.figures(totals.scored_sums(num_words or 0))
     return {name: json_number(value) for name, value in own.items()}

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ppl_eval.protocols.base import ScoredSums
-from ppl_eval.protocols.coverage import LANES
+from ppl_eval.protocols.coverage import NUM_HASH_SUMS, HashSums
 
 FRACTION_BITS = 96
 _LIMB_BITS = 32
@@ -117,8 +117,8 @@ class Totals:
         num_tokens: scored targets.
         num_windows: windows scored.
         num_correct: scored targets that were the most likely token.
-        scored_lanes: set hash of the scored targets (see ``coverage``).
-        expected_lanes: set hash of the targets that the plan says must be scored.
+        scored_hash_sums: set hash of the scored targets (see ``coverage``).
+        expected_hash_sums: set hash of the targets that the plan says must be scored.
     """
 
     nll_fixed: int = 0
@@ -128,8 +128,8 @@ class Totals:
     num_tokens: int = 0
     num_windows: int = 0
     num_correct: int = 0
-    scored_lanes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(LANES, dtype=np.uint64))
-    expected_lanes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(LANES, dtype=np.uint64))
+    scored_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))
+    expected_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))
 
     def add(self, scores: WindowScores, weights_B: IntArray | None = None) -> None:
         """Add the windows of a batch, with weights (int64) for their means where the protocol has some."""
@@ -158,8 +158,8 @@ class Totals:
             if isinstance(value, int):
                 limbs += to_limbs(value)
             else:
-                for lane in value:
-                    limbs += [int(lane) & (_LIMB - 1), int(lane) >> _LIMB_BITS]
+                for hash_sum in value:
+                    limbs += [int(hash_sum) & (_LIMB - 1), int(hash_sum) >> _LIMB_BITS]
         return np.array(limbs, dtype=np.int64)
 
     @classmethod
@@ -172,9 +172,9 @@ class Totals:
                 setattr(out, spec.name, from_limbs(limbs[:NUM_LIMBS]))
                 limbs = limbs[NUM_LIMBS:]
             else:
-                pairs, limbs = limbs[: 2 * LANES], limbs[2 * LANES :]
-                lanes = [from_limbs(pairs[i : i + 2]) % (1 << 64) for i in range(0, 2 * LANES, 2)]
-                setattr(out, spec.name, np.array(lanes, dtype=np.uint64))
+                pairs, limbs = limbs[: 2 * NUM_HASH_SUMS], limbs[2 * NUM_HASH_SUMS :]
+                hash_sums = [from_limbs(pairs[i : i + 2]) % (1 << 64) for i in range(0, len(pairs), 2)]
+                setattr(out, spec.name, np.array(hash_sums, dtype=np.uint64))
         assert not limbs
         return out
 

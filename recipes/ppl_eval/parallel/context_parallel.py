@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from ppl_eval.data.token_data import IGNORE_INDEX
 from ppl_eval.models import attention
 
 # Gathered keys and values that exist at once, or those of one head where they are larger.
@@ -83,7 +83,7 @@ class Part:
         self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return this rank's tokens, labels (padding is not scored) and positions [1, T']."""
-        labels = labels_BT[:, self.position_T].masked_fill(~self.real_T, IGNORE_INDEX)
+        labels = labels_BT[:, self.position_T].masked_fill(~self.real_T, CROSS_ENTROPY_IGNORE_IDX)
         return tokens_BT[:, self.position_T], labels, self.position_T[None]
 
     def join(self, values_KBT: torch.Tensor) -> torch.Tensor:

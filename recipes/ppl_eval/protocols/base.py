@@ -2,12 +2,19 @@
 
 A protocol is closed form: how many windows a document of n tokens has, and where window k of it lies. So a
 plan of any size is random access, and no list of windows ever exists. Pure: numpy only.
+
+Notation in all protocols: a document has tokens x0..x(n-1), L = ``max_seq_len``, and l_i = -ln p(x_i | the
+context inside its window). All perplexities are exp(sum of l / denominator). ``bos`` says where BOS goes:
+``tokenizer`` (where the model's own tokenizer call puts it), ``always`` (once, at the head of the stream or
+document), ``never``, or ``each_window`` (before every window, never at the head as well); the default is what
+the reference does.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -73,109 +80,156 @@ class ScoredSums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Protocol:
-    """How documents become windows: what a protocol factory returns.
+class Protocol(ABC):
+    """How documents become windows.
+
+    A protocol is a frozen dataclass whose fields are its parameters, so that a config's ``protocol`` section
+    builds it and ``parameters`` goes into the result. A subclass defines ``num_windows``, ``locate`` and
+    ``num_targets``, and overrides what else differs from the defaults here, by a class attribute, a field or
+    a property. docs/protocols.md shows one in full.
 
     Attributes:
-        name: the factory's name.
         max_seq_len: most tokens that the model sees at once.
-        parameters: every parameter, for the result.
+        bos: one of ``bos_policies``.
         join: text put between documents before the one tokenizer call; None scores every document on its own.
-        bos: one of ``BOS_POLICIES``.
-        num_windows: windows of documents of the given lengths in tokens; int64 [D] to int64 [D].
-        locate: ``(length_K, index_K)`` to ``(start, score_start, stop, prefix)`` of window ``index`` of a
-            document of that length.
-        num_targets: scored targets of documents of the given lengths, by a formula of its own: the coverage
-            check compares it with what the windows scored.
-        denominator: what the NLL is divided by, in words, for the result.
-        prefix_rule: which token stands before windows with a prefix: ``bos``, ``bos_or_eos`` (BOS, or EOS
-            where the tokenizer has no BOS), or None where no window has one.
-        word_separator: what parts words where this protocol's reference counts them: ``white_space``
+        smallest_max_seq_len: the smallest ``max_seq_len`` that scores anything.
+        word_separator: what separates words where this protocol's reference counts them: ``white_space``
             (lm-eval) or ``space`` (Megatron).
-        covers_text: whether all but a few tokens between the head of a document and its last scored target
-            are scored, so that NLL per byte and per word of it mean something.
-        notes: document lengths to what a reader of the result must know about them (dropped tails, truncated
-            samples).
-        window_weights: weight of each window's mean NLL, for a reference that averages window means.
-        figures: further figures for the result, or replacements of its ``ce_loss`` and ``perplexity``.
-        for_tokenizer: the protocol for a tokenizer that adds BOS (True) or not (False), where windows depend
-            on that.
+
+    Raises:
+        ValueError: for a parameter out of range.
     """
 
-    name: str
     max_seq_len: int
-    parameters: dict[str, Any]
-    join: str | None
-    bos: str
-    num_windows: Callable[[IntArray], IntArray]
-    locate: Callable[[IntArray, IntArray], Located]
-    num_targets: Callable[[IntArray], IntArray]
-    denominator: str = "scored tokens"
-    prefix_rule: str | None = None
-    word_separator: str = "white_space"
-    covers_text: bool = True
-    notes: Callable[[IntArray], list[str]] | None = None
-    window_weights: Callable[[Windows], IntArray] | None = None
-    figures: Callable[[ScoredSums], dict[str, float]] | None = None
-    for_tokenizer: Callable[[bool], "Protocol"] | None = None
+    # Without annotations, so that these are fields only of protocols that have them as parameters.
+    bos = "tokenizer"
+    join = cast("str | None", None)
+    smallest_max_seq_len = 1
+    word_separator = "white_space"
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_whole_number("max_seq_len", self.max_seq_len, self.smallest_max_seq_len)
+        check_choice("bos", self.bos, self.bos_policies)
+
+    @property
+    def name(self) -> str:
+        """Name in the result: the class's, in snake case."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Every parameter, for the result."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def bos_policies(self) -> tuple[str, ...]:
+        """The values of ``bos`` that the protocol allows."""
+        return BOS_POLICIES
+
+    @property
+    def prefix_rule(self) -> str | None:
+        """Which token stands before windows with a prefix: ``bos``, ``bos_or_eos`` (BOS, or EOS where the
+        tokenizer has no BOS), or None where no window has one."""
+        return "bos" if self.each_window else None
+
+    @property
+    def each_window(self) -> bool:
+        """Whether ``bos`` asks for BOS before each window."""
+        return self.bos == "each_window"
+
+    @property
+    def denominator(self) -> str:
+        """What the NLL is divided by, in words, for the result."""
+        return "scored tokens"
+
+    @property
+    def covers_text(self) -> bool:
+        """Whether all but a few tokens between the head of a document and its last scored target are scored,
+        so that NLL per byte and per word of it mean something."""
+        return True
+
+    @abstractmethod
+    def num_windows(self, length: IntArray) -> IntArray:
+        """Count the windows of documents of the given lengths in tokens; int64 [D] to int64 [D]."""
+
+    @abstractmethod
+    def locate(self, length: IntArray, index: IntArray) -> Located:
+        """Locate windows inside their documents.
+
+        Args:
+            length: tokens of each window's document; int64 [K].
+            index: number of each window in its document; int64 [K].
+
+        Returns:
+            ``(start, score_start, stop, prefix)`` as in ``Windows``, each [K].
+        """
+
+    @abstractmethod
+    def num_targets(self, length: IntArray) -> IntArray:
+        """Count the scored targets of documents of the given lengths; int64 [D] to int64 [D].
+
+        By a formula of its own that does not look at windows: the coverage check compares it with what the
+        windows scored.
+        """
+
+    def notes(self, length: IntArray) -> list[str]:
+        """Return what a reader of the result must know: dropped tails, truncated samples."""
+        return []
+
+    def window_weights(self, windows: Windows) -> IntArray | None:
+        """Return the weight of each window's mean NLL, int64, for a reference that averages means."""
+        return None
+
+    def figures(self, sums: ScoredSums) -> dict[str, float]:
+        """Return further figures for the result, or replacements of its ``ce_loss`` and ``perplexity``."""
+        return {}
+
+    def for_tokenizer(self, adds_bos: bool) -> "Protocol":
+        """Return the protocol for a tokenizer that adds BOS or does not; most do not depend on it."""
+        return self
 
 
-def check_max_seq_len(max_seq_len: int, smallest: int = 2) -> None:
-    """Refuse a window length that scores nothing.
+def check_whole_number(key: str, value: int, smallest: int, largest: int | None = None) -> None:
+    """Refuse a parameter that is not a whole number, or out of range.
+
+    Args:
+        key: the parameter's name.
+        value: what was given for it.
+        smallest: the smallest allowed value.
+        largest: the largest allowed value, or None for no limit.
 
     Raises:
-        ValueError: if ``max_seq_len`` is below ``smallest``.
+        ValueError: if ``value`` is not allowed.
     """
-    if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < smallest:
-        raise ValueError(
-            f"protocol.max_seq_len is {max_seq_len!r}; it must be a whole number of at least {smallest}"
-        )
-
-
-def check_between(key: str, value: int, smallest: int, largest: int) -> None:
-    """Refuse a parameter that is no whole number within a range.
-
-    Raises:
-        ValueError: if ``value`` is not in [smallest, largest].
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not smallest <= value <= largest:
-        raise ValueError(
-            f"protocol.{key} is {value!r}; it must be a whole number from {smallest} to {largest}"
-        )
+    allowed = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < smallest or (largest is not None and value > largest):
+        raise ValueError(f"protocol.{key} is {value!r}; it must be a whole number {allowed}")
 
 
 def check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a parameter that is none of the allowed words.
+    """Refuse a parameter that is not one of the allowed words.
 
     Raises:
-        ValueError: if ``value`` is none of ``allowed``.
+        ValueError: if ``value`` is not in ``allowed``.
     """
     if value not in allowed:
         raise ValueError(f"protocol.{key} is {value!r}; allowed: {', '.join(allowed)}")
 
 
-def check_bos(bos: str, allowed: tuple[str, ...] = BOS_POLICIES) -> None:
-    """Refuse a BOS policy that the protocol does not know.
-
-    Raises:
-        ValueError: if ``bos`` is none of ``allowed``.
-    """
-    if bos not in allowed:
-        raise ValueError(f"protocol.bos is {bos!r}; allowed here: {', '.join(allowed)}")
-
-
 def ceil_div(numerator: IntArray, denominator: int) -> IntArray:
-    """Quotients rounded up."""
+    """Divide and round up."""
     return -(-numerator // denominator)
 
 
 def all_equal(index: IntArray, value: bool) -> BoolArray:
-    """The same flag for all of these windows."""
+    """Return the same flag for each of these windows."""
     return np.full(len(index), value, dtype=np.bool_)
 
 
 def exp_or_infinity(value: float) -> float:
-    """``exp``, with infinity where it overflows."""
+    """Return ``exp(value)``, or infinity where it overflows."""
     try:
         return math.exp(value)
     except OverflowError:
@@ -183,7 +237,7 @@ def exp_or_infinity(value: float) -> float:
 
 
 def tail_note(length: IntArray, max_seq_len: int) -> list[str]:
-    """What a result says where only whole windows are scored."""
+    """Return the note of a protocol that scores whole windows only."""
     dropped = int((length % max_seq_len).sum())
     if not dropped:
         return []

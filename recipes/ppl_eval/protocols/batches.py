@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
-from ppl_eval.data.token_data import IGNORE_INDEX, TokenData
+from ppl_eval.data.token_data import TokenData
 from ppl_eval.protocols import coverage
 from ppl_eval.protocols.base import IntArray, Windows
 from ppl_eval.protocols.plan import Plan
@@ -23,7 +23,7 @@ class Batch:
         window_ids_B: ids in the plan; empty for a dummy batch.
         document_B: document of each window.
         start_B: first position of each window in its document.
-        scored_lanes: set hash of the scored targets (see ``coverage``).
+        scored_hash_sums: set hash of the scored targets (see ``coverage``).
         weights_B: weight of each window's mean NLL, where the protocol has such weights; int64.
     """
 
@@ -32,11 +32,11 @@ class Batch:
     window_ids_B: IntArray
     document_B: IntArray
     start_B: IntArray
-    scored_lanes: coverage.Lanes
+    scored_hash_sums: coverage.HashSums
     weights_B: IntArray | None = None
 
 
-class WindowBatches(Dataset[Batch]):
+class WindowBatches:
     """Batch b of the plan as tensors, made when asked for.
 
     Args:
@@ -58,14 +58,13 @@ class WindowBatches(Dataset[Batch]):
             none = np.zeros(0, dtype=np.int64)
             return Batch(
                 torch.zeros(1, 1, dtype=torch.int64),
-                torch.full((1, 1), IGNORE_INDEX),
+                torch.full((1, 1), CROSS_ENTROPY_IGNORE_IDX),
                 none,
                 none,
                 none,
-                coverage.lanes_of(none, none),
+                coverage.hash_sums(none, none),
             )
         windows = self.plan.batch_windows(batch)
-        weights = self.plan.protocol.window_weights
         tokens_BT, labels_BT = self._tensors(windows)
         first = batch * self.plan.batch_size
         return Batch(
@@ -74,8 +73,8 @@ class WindowBatches(Dataset[Batch]):
             np.arange(first, first + len(windows.start), dtype=np.int64),
             windows.document,
             windows.start,
-            scored_lanes(windows, self.data),
-            None if weights is None else weights(windows),
+            scored_hash_sums(windows, self.data),
+            self.plan.protocol.window_weights(windows),
         )
 
     def _tensors(self, windows: Windows) -> tuple[IntArray, IntArray]:
@@ -91,7 +90,7 @@ class WindowBatches(Dataset[Batch]):
         stream_BT = offset_B1 + target_BT
 
         labels = self.data.tokens if self.data.labels is None else self.data.labels
-        labels_BT = np.where(scored_BT, labels[stream_BT].astype(np.int64), IGNORE_INDEX)
+        labels_BT = np.where(scored_BT, labels[stream_BT].astype(np.int64), CROSS_ENTROPY_IGNORE_IDX)
         tokens_BT = self.data.tokens[np.maximum(stream_BT - 1, 0)].astype(np.int64)
         tokens_BT[~real_BT] = 0
         if windows.prefix.any():
@@ -104,8 +103,8 @@ class WindowBatches(Dataset[Batch]):
         return max(num_inputs, min(-(-num_inputs // 8) * 8, self.plan.protocol.max_seq_len))
 
 
-def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
-    """Set hash of the targets that windows score, label masks applied."""
+def scored_hash_sums(windows: Windows, data: TokenData) -> coverage.HashSums:
+    """Hash the set of the targets that windows score, label masks applied."""
     num_targets = windows.num_targets
     document_N = np.repeat(windows.document, num_targets)
     # Positions of each window's targets, laid end to end: a running index less where its window begins, plus
@@ -115,9 +114,9 @@ def scored_lanes(windows: Windows, data: TokenData) -> coverage.Lanes:
         windows.score_start - before, num_targets
     )
     if data.labels is not None:
-        kept = data.labels[data.offsets_D1[document_N] + position_N] != IGNORE_INDEX
+        kept = data.labels[data.offsets_D1[document_N] + position_N] != CROSS_ENTROPY_IGNORE_IDX
         document_N, position_N = document_N[kept], position_N[kept]
-    return coverage.lanes_of(document_N, position_N)
+    return coverage.hash_sums(document_N, position_N)
 
 
 def masked_targets(plan: Plan, data: TokenData) -> int:
@@ -132,23 +131,23 @@ def masked_targets(plan: Plan, data: TokenData) -> int:
         begin = data.offsets_D1[windows.document]
         # Running counts of masked labels over the span of these windows: a difference of two is a window's.
         low, high = int((begin + windows.score_start).min()), int((begin + windows.stop).max())
-        masked = np.concatenate([[0], np.cumsum(data.labels[low:high] == IGNORE_INDEX)])
+        masked = np.concatenate([[0], np.cumsum(data.labels[low:high] == CROSS_ENTROPY_IGNORE_IDX)])
         num_masked += int(
             (masked[begin + windows.stop - low] - masked[begin + windows.score_start - low]).sum()
         )
     return num_masked
 
 
-def expected_lanes(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.Lanes:
-    """This rank's share of the set hash of all targets of the plan.
+def expected_hash_sums(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.HashSums:
+    """Return this rank's share of the set hash of all targets of the plan.
 
     The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over
     ranks checks the sharding and not only the arithmetic.
     """
     first, last = (plan.num_windows * r // num_replicas for r in (rank, rank + 1))
-    lanes = np.zeros(coverage.LANES, dtype=np.uint64)
+    sums = np.zeros(coverage.NUM_HASH_SUMS, dtype=np.uint64)
     # About 2^20 targets at a time, so that memory stays flat.
     step = max(1, (1 << 20) // plan.protocol.max_seq_len)
     for start in range(first, last, step):
-        lanes += scored_lanes(plan.windows(start, min(start + step, last)), data)
-    return lanes
+        sums += scored_hash_sums(plan.windows(start, min(start + step, last)), data)
+    return sums

@@ -12,11 +12,6 @@ from ppl_eval.tokenization.tokenizer import TextEncoder
 _CHUNK = 1 << 18
 
 
-def for_tokenizer(protocol: Protocol, encoder: TextEncoder) -> Protocol:
-    """The protocol as it stands for this tokenizer; most do not depend on it."""
-    return protocol if protocol.for_tokenizer is None else protocol.for_tokenizer(encoder.adds_bos)
-
-
 def prefix_token(protocol: Protocol, encoder: TextEncoder) -> int | None:
     """Id of the token that goes before windows with a prefix; None where none has one.
 
@@ -40,7 +35,7 @@ def check_bos_tokens(protocol: Protocol, data: TokenData, encoder: TextEncoder) 
     """Refuse double BOS, and say where BOS is missing.
 
     Args:
-        protocol: as ``for_tokenizer`` gave it.
+        protocol: as ``Protocol.for_tokenizer`` returned it.
         data: the tokens to be scored, BOS at their heads included.
         encoder: the tokenizer.
 

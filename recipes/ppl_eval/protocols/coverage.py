@@ -13,33 +13,33 @@ import numpy.typing as npt
 
 from ppl_eval.protocols.base import IntArray
 
-LANES = 4
+NUM_HASH_SUMS = 4
 # splitmix64 (Steele, Lea and Flood, 2014): its increment and the two multipliers of its finaliser.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
-Lanes = npt.NDArray[np.uint64]
+HashSums = npt.NDArray[np.uint64]
 
 
-def mix64(x: Lanes) -> Lanes:
+def mix64(x: HashSums) -> HashSums:
     """Scramble 64-bit numbers, one to one (splitmix64's finaliser)."""
     x = (x ^ (x >> _S30)) * _M1
     x = (x ^ (x >> _S27)) * _M2
     return x ^ (x >> _S31)
 
 
-def lanes_of(document_N: IntArray, position_N: IntArray) -> Lanes:
-    """Hash of the set of (document, position) pairs: uint64 [LANES], to be added modulo 2^64."""
-    lanes = np.zeros(LANES, dtype=np.uint64)
-    for lane in range(LANES):
-        seed = mix64(np.full(1, lane + 1, dtype=np.uint64) * _GOLDEN)
+def hash_sums(document_N: IntArray, position_N: IntArray) -> HashSums:
+    """Hash the set of (document, position) pairs: uint64 [NUM_HASH_SUMS], to be added modulo 2^64."""
+    sums = np.zeros(NUM_HASH_SUMS, dtype=np.uint64)
+    for i in range(NUM_HASH_SUMS):
+        seed = mix64(np.full(1, i + 1, dtype=np.uint64) * _GOLDEN)
         document_hash = mix64(document_N.astype(np.uint64) + seed)
-        lanes[lane] = mix64(document_hash + position_N.astype(np.uint64) * _GOLDEN).sum(dtype=np.uint64)
-    return lanes
+        sums[i] = mix64(document_hash + position_N.astype(np.uint64) * _GOLDEN).sum(dtype=np.uint64)
+    return sums
 
 
-def digest(lanes: Lanes, num_tokens: int) -> str:
-    """The set's sha256, as the result shows it: over the four sums and the number of pairs, little endian."""
-    return hashlib.sha256(lanes.astype("<u8").tobytes() + int(num_tokens).to_bytes(8, "little")).hexdigest()
+def digest(sums: HashSums, num_tokens: int) -> str:
+    """Return the set's sha256 for the result: over the four sums and the number of pairs, little endian."""
+    return hashlib.sha256(sums.astype("<u8").tobytes() + int(num_tokens).to_bytes(8, "little")).hexdigest()

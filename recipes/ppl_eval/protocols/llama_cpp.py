@@ -1,9 +1,6 @@
-"""Protocols that one tool made its own: the chunks of llama.cpp and Megatron-LM's overlapping evaluation.
+"""The second half of each chunk, as in llama.cpp."""
 
-Notation as in ``protocols``, which is where configs find these two.
-"""
-
-import numpy as np
+from dataclasses import dataclass
 
 from ppl_eval.protocols.base import (
     IntArray,
@@ -11,16 +8,13 @@ from ppl_eval.protocols.base import (
     Protocol,
     ScoredSums,
     all_equal,
-    ceil_div,
-    check_between,
-    check_bos,
-    check_max_seq_len,
     exp_or_infinity,
     tail_note,
 )
 
 
-def llama_cpp(max_seq_len: int = 512, join: str = "", bos: str = "tokenizer") -> Protocol:
+@dataclass(frozen=True)
+class LlamaCpp(Protocol):
     """The second half of each chunk, as ``llama-perplexity`` of llama.cpp scores a text file.
 
     The stream is cut into W = floor(n/c) chunks of c = ``max_seq_len`` tokens; the model sees each chunk with
@@ -42,102 +36,62 @@ def llama_cpp(max_seq_len: int = 512, join: str = "", bos: str = "tokenizer") ->
     Raises:
         ValueError: for a parameter out of range.
     """
-    check_max_seq_len(max_seq_len, smallest=3)
-    check_bos(bos, ("tokenizer", "always", "never"))
-    first_scored = max_seq_len // 2 + 1
 
-    def figures(sums: ScoredSums) -> dict[str, float]:
+    max_seq_len: int = 512
+    join: str = ""
+    bos: str = "tokenizer"
+    bos_policies = ("tokenizer", "always", "never")
+    smallest_max_seq_len = 3
+    covers_text = False
+
+    def for_tokenizer(self, adds_bos: bool) -> "LlamaCpp":
+        """Return the protocol without BOS where ``bos`` leaves it to a tokenizer that adds none."""
+        if self.bos != "tokenizer" or adds_bos:
+            return self
+        return _WithoutBos(self.max_seq_len, self.join, self.bos)
+
+    @property
+    def prefix_rule(self) -> str | None:
+        """``bos``, unless first tokens stay as they are."""
+        return "bos" if self._bos_first else None
+
+    @property
+    def _bos_first(self) -> bool:
+        # Until the tokenizer is known it is taken to add BOS: a forgotten `for_tokenizer` then fails for want
+        # of a prefix token, instead of scoring other windows.
+        return self.bos != "never"
+
+    @property
+    def _first_scored(self) -> int:
+        return self.max_seq_len // 2 + 1
+
+    def num_windows(self, length: IntArray) -> IntArray:
+        """Count whole chunks."""
+        return length // self.max_seq_len
+
+    def locate(self, length: IntArray, index: IntArray) -> Located:
+        """Locate chunks side by side, BOS in place of each one's first token."""
+        chunk = index * self.max_seq_len
+        start, score_start = chunk + self._bos_first, chunk + self._first_scored
+        return start, score_start, chunk + self.max_seq_len, all_equal(index, self._bos_first)
+
+    def num_targets(self, length: IntArray) -> IntArray:
+        """Count the second half of each whole chunk."""
+        return length // self.max_seq_len * (self.max_seq_len - self._first_scored)
+
+    def notes(self, length: IntArray) -> list[str]:
+        """Return how many tokens are dropped after the last whole chunk."""
+        return tail_note(length, self.max_seq_len)
+
+    def figures(self, sums: ScoredSums) -> dict[str, float]:
+        """Return the +/- that the tool prints."""
         mean = sums.nll_sum / sums.num_tokens
         variance = max(sums.nll_sq_sum / sums.num_tokens - mean * mean, 0.0)
         stderr = (variance / max(sums.num_tokens - 1, 1)) ** 0.5
         return {"perplexity_stderr_llama_cpp": exp_or_infinity(mean) * stderr}
 
-    def with_bos(prefix: bool) -> Protocol:
-        def locate(length: IntArray, index: IntArray) -> Located:
-            chunk = index * max_seq_len
-            return chunk + prefix, chunk + first_scored, chunk + max_seq_len, all_equal(index, prefix)
 
-        return Protocol(
-            name="llama_cpp",
-            max_seq_len=max_seq_len,
-            parameters={"max_seq_len": max_seq_len, "join": join, "bos": bos},
-            join=join,
-            bos=bos,
-            num_windows=lambda length: length // max_seq_len,
-            locate=locate,
-            num_targets=lambda length: length // max_seq_len * (max_seq_len - first_scored),
-            prefix_rule="bos" if prefix else None,
-            notes=lambda length: tail_note(length, max_seq_len),
-            figures=figures,
-            covers_text=False,
-            for_tokenizer=with_bos if bos == "tokenizer" else None,
-        )
-
-    # Until the tokenizer is known it is taken to add BOS: a forgotten `for_tokenizer` then fails for want of
-    # a prefix token, rather than score other windows.
-    return with_bos(bos != "never")
-
-
-def megatron(
-    max_seq_len: int, overlap_stride: int | None = None, join: str = "", bos: str = "never"
-) -> Protocol:
-    """Overlapping evaluation, as Megatron-LM scores WikiText-103 zero-shot.
-
-    Window i sees x(iO)..x(iO+L-1), with O = ``overlap_stride``, and its targets are x(iO+1)..x(iO+L). Scored:
-    all targets of window 0; of later windows the last O positions (all of them if O = L). Denominator: n - 1,
-    which is the number of scored tokens. ``adjusted_perplexity`` = exp(sum l / (W - 1)) with W words of the
-    original text between single spaces, as the reference counts them. It caps the mean NLL at 20 before exp;
-    this does not.
-
-    BOS: none. With ``each_window``, BOS takes the place of the first token that each window sees.
-
-    Reference: ``_LMDataset`` in ``tasks/zeroshot_gpt/datasets.py`` and ``evaluate.py`` beside it, in
-    NVIDIA/Megatron-LM. Its windows without a scored target are left out.
-
-    Args:
-        max_seq_len: L, tokens that the model sees at once.
-        overlap_stride: O, the reference's ``--overlapping-eval``, from 1 to L; None is L, as there.
-        join: text between documents; the reference reads one file as it is. (Words are counted document by
-            document, so that one file must be one document to give its ``adjusted_perplexity``.)
-        bos: BOS policy.
-
-    Raises:
-        ValueError: for a parameter out of range.
-    """
-    check_max_seq_len(max_seq_len, smallest=1)
-    step = max_seq_len if overlap_stride is None else overlap_stride
-    check_between("overlap_stride", step, 1, max_seq_len)
-    check_bos(bos)
-    prefix = bos == "each_window"
-
-    def num_windows(length: IntArray) -> IntArray:
-        return (length > 1) + ceil_div(np.maximum(length - 1 - max_seq_len, 0), step)
-
-    def locate(length: IntArray, index: IntArray) -> Located:
-        start = index * step
-        score_start = start + 1 + np.where(index == 0, 0, max_seq_len - step)
-        return (
-            start + prefix,
-            score_start,
-            np.minimum(start + max_seq_len + 1, length),
-            all_equal(index, prefix),
-        )
-
-    def figures(sums: ScoredSums) -> dict[str, float]:
-        if sums.num_words < 2:
-            return {}
-        return {"adjusted_perplexity": exp_or_infinity(sums.nll_sum / (sums.num_words - 1))}
-
-    return Protocol(
-        name="megatron",
-        max_seq_len=max_seq_len,
-        parameters={"max_seq_len": max_seq_len, "overlap_stride": step, "join": join, "bos": bos},
-        join=join,
-        bos=bos,
-        num_windows=num_windows,
-        locate=locate,
-        num_targets=lambda length: np.maximum(length - 1, 0),
-        prefix_rule="bos" if prefix else None,
-        word_separator="space",
-        figures=figures,
-    )
+class _WithoutBos(LlamaCpp):
+    # The chunks as they are, for a tokenizer that adds no BOS; the same parameters.
+    name = "llama_cpp"
+    _bos_first = False

@@ -67,7 +67,7 @@ class Plan:
         if not self.is_whole:
             in_all = int(self.first_window_D1[-1])
             return [f"max_windows: only the first {self.num_windows} of {in_all} windows are scored"]
-        return [] if self.protocol.notes is None else self.protocol.notes(self.length_D)
+        return self.protocol.notes(self.length_D)
 
     def expected_targets(self) -> int:
         """Targets that the plan says must be scored, before any label mask.

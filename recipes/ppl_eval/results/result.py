@@ -99,7 +99,7 @@ def _coverage(expected_tokens: int, scored: Scored) -> dict[str, Any]:
     return {
         "expected_tokens": expected_tokens,
         "scored_tokens": totals.num_tokens,
-        "sha256": coverage.digest(totals.scored_lanes, totals.num_tokens),
+        "sha256": coverage.digest(totals.scored_hash_sums, totals.num_tokens),
     }
 
 

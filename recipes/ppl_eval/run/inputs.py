@@ -50,7 +50,7 @@ def read_inputs(settings: Settings, world: World) -> Inputs:
         ValueError: if something is missing or does not fit.
     """
     encoder = wrap_tokenizer(instantiate("tokenizer", settings.tokenizer), settings.tokenizer)
-    protocol = bos.for_tokenizer(instantiate("protocol", settings.protocol), encoder)
+    protocol = _read_protocol(settings).for_tokenizer(encoder.adds_bos)
     prefix_token = bos.prefix_token(protocol, encoder)
     source = instantiate("dataset", settings.dataset)
 
@@ -65,3 +65,13 @@ def read_inputs(settings: Settings, world: World) -> Inputs:
     return Inputs(
         encoder, protocol, prefix_token, source, data, plan, expected_tokens, [*notes, *plan.notes()]
     )
+
+
+def _read_protocol(settings: Settings) -> Protocol:
+    protocol = instantiate("protocol", settings.protocol)
+    if not isinstance(protocol, Protocol):
+        raise ValueError(
+            f"protocol._component_ is {settings.protocol['_component_']!r}, which built a"
+            f" {type(protocol).__name__}, not a ppl_eval.protocols.base.Protocol"
+        )
+    return protocol

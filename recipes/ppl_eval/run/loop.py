@@ -8,8 +8,8 @@ from functools import partial
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import FloatSum, Totals, WindowScores, resolve_precision
-from ppl_eval.protocols.batches import Batch, WindowBatches, expected_lanes
-from ppl_eval.protocols.sampler import ExactDistributedSampler
+from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
+from ppl_eval.protocols.sampler import batches_of
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.nll import check_finite, score_batch
@@ -38,11 +38,11 @@ def batches_of_rank(state: RunState) -> tuple[int, Iterable[Batch]]:
     """Return how many batches this rank scores, and the batches, made when asked for."""
     inputs, dims = state.inputs, state.dims
     # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
-    sampler = ExactDistributedSampler(
-        inputs.plan.num_batches, dims.dp_degree, dims.dp_rank(state.world.rank), equal_steps=dims.dp_shard > 1
+    indices = batches_of(
+        dims.dp_rank(state.world.rank), dims.dp_degree, inputs.plan.num_batches, equal_steps=dims.dp_shard > 1
     )
     batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
-    return len(sampler), map(batches.__getitem__, sampler)
+    return len(indices), map(batches.__getitem__, indices)
 
 
 def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> RankSums:
@@ -62,14 +62,14 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
     precision = resolve_precision(settings.aggregation.precision, inputs.expected_tokens)
     rounded_nll = None if precision == "exact" else FloatSum(precision)
     num_steps, windows = batches
-    num_lanes = concurrency.number_of_lanes(
+    num_concurrent = concurrency.num_concurrent_batches(
         state.device,
         not (dims.forwards_are_shared or settings.compile),
         inputs.plan.batch_size * inputs.protocol.max_seq_len,
     )
     score_one = partial(score_batch, state.model.scorer, device=state.device)
     begin = time.monotonic()
-    for batch, scores in concurrency.map_in_lanes(score_one, windows, num_steps, num_lanes):
+    for batch, scores in concurrency.map_concurrently(score_one, windows, num_steps, num_concurrent):
         check_finite(batch, scores, state.world.where)
         if not counted:
             continue  # A peer scored the same windows, and counts them.
@@ -90,7 +90,9 @@ def reduce(state: RunState, sums: RankSums, add_over_ranks: AddOverRanks) -> Sco
     totals = accumulator.run.totals
     tokens_here = totals.num_tokens
     if dims.is_counted(rank):
-        totals.expected_lanes = expected_lanes(inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree)
+        totals.expected_hash_sums = expected_hash_sums(
+            inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree
+        )
     begin = time.monotonic()
     accumulator.reduce(add_over_ranks)
     rounded = None

@@ -1,8 +1,8 @@
 """Several batches at once in one CPU process, each on its share of the threads.
 
-Many operations of a forward are too small to be divided among threads, whole forwards are not. A lane runs
-the same kernels on the same shapes as a process of its own would, and `ppl_eval` has MKL give the same bits
-for any number of threads, so lanes change no bit of a result.
+Many operations of a forward are too small to be divided among threads, whole forwards are not. Each batch
+runs the same kernels on the same shapes as it would alone, and ``ppl_eval`` has MKL give the same bits for
+any number of threads, so concurrency changes no bit of a result.
 """
 
 from collections import deque
@@ -18,13 +18,13 @@ R = TypeVar("R")
 
 # Two keep the cores busy: one computes where the other waits for Python, for memory or for the head. More
 # would only take more memory.
-MAX_LANES = 2
+MAX_CONCURRENT_BATCHES = 2
 # Longer batches fill the cores by themselves, and their activations are what memory goes to.
 MAX_BATCH_TOKENS = 16_384
 
 
-def number_of_lanes(device: torch.device, alone: bool, batch_tokens: int) -> int:
-    """How many batches this process scores at once.
+def num_concurrent_batches(device: torch.device, alone: bool, batch_tokens: int) -> int:
+    """Return how many batches this process scores at once.
 
     Args:
         device: where it scores; only a CPU's threads can be divided.
@@ -32,41 +32,50 @@ def number_of_lanes(device: torch.device, alone: bool, batch_tokens: int) -> int
             must come to its collectives in the same order, and a compiler is not for two threads at once.
         batch_tokens: most tokens in a batch.
     """
-    # An odd number of threads would leave one without a lane.
-    divisible = torch.get_num_threads() % MAX_LANES == 0
+    # An odd number of threads would leave one idle.
+    divisible = torch.get_num_threads() % MAX_CONCURRENT_BATCHES == 0
     suitable = device.type == "cpu" and alone and divisible and batch_tokens <= MAX_BATCH_TOKENS
-    return MAX_LANES if suitable else 1
+    return MAX_CONCURRENT_BATCHES if suitable else 1
 
 
-def map_in_lanes(
-    function: Callable[[T], R], items: Iterable[T], num_items: int, num_lanes: int
+def map_concurrently(
+    function: Callable[[T], R], items: Iterable[T], num_items: int, num_concurrent: int
 ) -> Iterator[tuple[T, R]]:
-    """Each item with what `function` makes of it, in the order of the items; `num_lanes` of them at once.
+    """Yield each item with its result, in the order of the items.
 
-    An error of `function` is raised where its result would have come. Items are taken a lane's worth ahead of
-    the results. What does not divide by the lanes comes first, one by one on all threads, so that no lane
-    stands still at the end.
+    An error of ``function`` is raised where its result would have come. Items are taken at most
+    ``num_concurrent`` ahead of the results. The remainder of ``num_items`` by ``num_concurrent`` comes first,
+    one item at a time on all threads, so that no thread is idle at the end.
+
+    Args:
+        function: what to compute of each item.
+        items: the items.
+        num_items: how many there are.
+        num_concurrent: how many are computed at once.
     """
     items = iter(items)
-    for item in islice(items, num_items % num_lanes if num_lanes > 1 else None):
+    for item in islice(items, num_items % num_concurrent if num_concurrent > 1 else None):
         yield item, function(item)
-    if num_lanes == 1:
+    if num_concurrent == 1:
         return
     threads = torch.get_num_threads()
     pool = ThreadPoolExecutor(
-        num_lanes, "lane", initializer=torch.set_num_threads, initargs=(max(1, threads // num_lanes),)
+        num_concurrent,
+        "batch",
+        initializer=torch.set_num_threads,
+        initargs=(max(1, threads // num_concurrent),),
     )
     try:
         running: deque[tuple[T, Future[R]]] = deque()
         for item in items:
             running.append((item, pool.submit(function, item)))
-            if len(running) > num_lanes:
+            if len(running) > num_concurrent:
                 done, future = running.popleft()
                 yield done, future.result()
         for done, future in running:
             yield done, future.result()
     finally:
-        # Without waiting: after an error, nobody should hear of it only when the other lane is done.
+        # Without waiting: an error is raised at once, not when the batches beside it are done.
         pool.shutdown(wait=False, cancel_futures=True)
         # MKL has one number for the whole process.
         torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ from ppl_eval.models import cpu_rotary as rotary
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.quantization.awq import Share, run_alone
 from ppl_eval.quantization.quantize import QuantizationReport, quantize
-from ppl_eval.scoring import concurrency as lanes
+from ppl_eval.scoring import concurrency
 from ppl_eval.scoring import split as parallel
 from ppl_eval.scoring.nll import ScoringModel
 
@@ -185,9 +185,9 @@ def _split(
     decoder: TransformerDecoder, settings: Settings, placement: Placement, *, shard: bool
 ) -> parallel.SplitModel:
     plan = settings.tensor_parallel_plan
-    # Lanes have logits at the same time. Without lanes a CPU cuts the same chunks: their shape is part of the
-    # bits.
-    chunks_at_once = lanes.MAX_LANES if placement.device.type == "cpu" else 1
+    # Concurrent batches have logits at the same time. A CPU cuts the same chunks for one batch at a time:
+    # their shape is part of the bits.
+    chunks_at_once = concurrency.MAX_CONCURRENT_BATCHES if placement.device.type == "cpu" else 1
     return parallel.split_model(
         decoder,
         placement.dims,

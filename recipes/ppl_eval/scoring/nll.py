@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval.data.token_data import IGNORE_INDEX
 from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.parallel import context_parallel, tensor_parallel
 from ppl_eval.parallel import fsdp as sharding
@@ -114,12 +114,12 @@ class ScoringModel(nn.Module):
             ``nll_N`` (nats, float32) and ``correct_N`` (whether the target was the most likely token) of the
             scored targets, in row-major order; the same on all ranks that score the batch together.
         """
-        scored_BT = labels_BT != IGNORE_INDEX
+        scored_BT = labels_BT != CROSS_ENTROPY_IGNORE_IDX
         if self.sequence_group is None:
             return self._score_hidden(self.decoder(tokens_BT)[scored_BT], labels_BT[scored_BT])
         part = context_parallel.Part(tokens_BT.shape[1], self.sequence_group, tokens_BT.device)
         part_tokens_BT, part_labels_BT, input_pos = part.take(tokens_BT, labels_BT)
-        part_scored_BT = part_labels_BT != IGNORE_INDEX
+        part_scored_BT = part_labels_BT != CROSS_ENTROPY_IGNORE_IDX
         context_parallel.announce_length(self.decoder, part.num_positions)
         hidden_BTD = self.decoder(part_tokens_BT, input_pos=input_pos)
         nll_N, correct_N = self._score_hidden(hidden_BTD[part_scored_BT], part_labels_BT[part_scored_BT])
@@ -207,7 +207,7 @@ def window_scores(
         labels_BT: the batch's labels, on the host.
         num_windows: windows in the batch (0 for a dummy).
     """
-    scored_BT = (labels_BT != IGNORE_INDEX).numpy()
+    scored_BT = (labels_BT != CROSS_ENTROPY_IGNORE_IDX).numpy()
     nll_BT = np.zeros(scored_BT.shape, dtype=np.float64)
     nll_BT[scored_BT] = nll_N.cpu().numpy()
     correct_BT = np.zeros(scored_BT.shape, dtype=np.int64)
