@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ppl_eval.tokenization.word_count import WordState, utf8_widths, word_starts
+
 IntArray = npt.NDArray[np.int64]
 Spans = Callable[[str], tuple[IntArray, IntArray]]
 
@@ -37,6 +39,43 @@ class TextSpans:
     id_bytes: IntArray
     marks_start: npt.NDArray[np.bool_]
     spans: Spans | None = None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Counts bytes and words of each token of a chunk; picklable.
+
+    Attributes:
+        spans: of the tokenizer.
+        separator: what parts words, see ``word_count``.
+    """
+
+    spans: TextSpans
+    separator: str
+
+    def sizes(
+        self, ids: IntArray, num_context: int, context: str, text: str, before: WordState
+    ) -> IntArray | None:
+        """Return bytes of each token, and how many words begin in it behind the text's first.
+
+        Args:
+            ids: tokens of the text; without those of its context.
+            num_context: tokens of the context.
+            context: the text before it that was encoded along.
+            text: the text.
+            before: the state of the words behind all text before.
+
+        Returns:
+            int64 [2, tokens + 1], where the last column is text without any token; None where the tokenizer
+            cannot say.
+        """
+        num_bytes = token_bytes(self.spans, ids, context, text, num_context)
+        if num_bytes is None:
+            return None
+        num_bytes = np.append(num_bytes, 0 if len(ids) else len(text.encode()))
+        starts = word_starts(text, self.separator, before)
+        token = np.searchsorted(np.cumsum(num_bytes), starts, side="right")
+        return np.stack([num_bytes, np.bincount(token, minlength=len(num_bytes))])
 
 
 def token_bytes(
@@ -149,8 +188,7 @@ class _HFSpans:
         spans = np.array(self.tokenizer.encode(text, add_special_tokens=False).offsets, dtype=np.int64)
         # From characters to bytes.
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        widths = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
-        begins, ends = np.concatenate([[0], np.cumsum(widths)])[spans.reshape(-1, 2)].T
+        begins, ends = np.concatenate([[0], np.cumsum(utf8_widths(codes))])[spans.reshape(-1, 2)].T
         return begins, ends
 
 
