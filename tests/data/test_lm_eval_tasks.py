@@ -67,7 +67,7 @@ def test_figures_are_those_of_lm_evals_evaluator(wiki: Path, tmp_path: Path, add
 
     protocol, encoder = protocols.rolling(48), encoder_of(tokenizer, adds_bos)
     ours = score(protocol, lm_eval_task(paths=str(wiki)), encoder, decoder, tmp_path)
-    covered = covered_text(make_plan(protocol, ours.data.offsets_D1, 1), ours.data, encoder)
+    covered = covered_text(make_plan(protocol, ours.data.offsets_D1, 1), ours.data)
     assert covered is not None
     found = ours.figures_of(covered)
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):

@@ -42,8 +42,9 @@ def test_joined_documents_are_one_call(encoder: TextEncoder, tmp_path: Path) -> 
     data = tokens_of(listed(DOCUMENTS), encoder, tmp_path, "\n\n")
     assert data.tokens.tolist() == encoder.encode("\n\n".join(DOCUMENTS)).tolist()
     assert data.offsets_D1.tolist() == [0, len(data.tokens)]
-    # Of the original text: the joins are not in it.
-    assert data.num_bytes_D.tolist() == [sum(len(text.encode()) for text in DOCUMENTS)]
+    # What is scored is what is counted: with the joins.
+    assert data.num_bytes_D.tolist() == [len("\n\n".join(DOCUMENTS).encode())]
+    assert data.num_words_D.tolist() == [count_words("\n\n".join(DOCUMENTS))]
     assert data.num_documents == len(DOCUMENTS)
 
 
@@ -66,7 +67,7 @@ def test_joins_stay_inside_a_domain(encoder: TextEncoder, tmp_path: Path) -> Non
     assert joined.tokens.tolist() == [token for text in streams for token in encoder.encode(text).tolist()]
     assert joined.domains == ("even", "odd")
     assert joined.domain_D.tolist() == [0, 1]
-    assert joined.num_bytes_D.tolist() == [sum(len(t.encode()) for t in DOCUMENTS[i::2]) for i in (0, 1)]
+    assert joined.num_bytes_D.tolist() == [len(text.encode()) for text in streams]
     apart = tokens_of(source, encoder, tmp_path)
     assert apart.domain_D.tolist() == [i % 2 for i in range(len(DOCUMENTS))]
     # The same text without domains is other data: its totals agree, its domains do not.
@@ -83,14 +84,14 @@ def test_in_parallel_and_in_chunks_the_same_bits(
     def small_cut(parts, encoding):  # type: ignore[no-untyped-def]
         return chunking.cut(parts, encoding, 500)
 
-    def two_workers(encode, groups):  # type: ignore[no-untyped-def]
-        return workers.encode_groups(encode, groups, num_workers=2)
+    def two_workers(encode, groups, measure):  # type: ignore[no-untyped-def]
+        return workers.encode_groups(encode, groups, num_workers=2, measure=measure)
 
     monkeypatch.setattr(tokenize, "cut", small_cut)
     monkeypatch.setattr(tokenize, "group", lambda made: chunking.group(made, 500))
     monkeypatch.setattr(tokenize, "encode_groups", two_workers)
     cut = tokens_of(listed(texts), encoder, tmp_path / "cut", join)
-    for name in ("tokens", "offsets_D1", "num_bytes_D", "num_words_D"):
+    for name in ("tokens", "offsets_D1", "num_bytes_D", "num_words_D", "token_bytes", "token_words"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name))
     assert cut.fingerprint == whole.fingerprint
 

@@ -15,7 +15,12 @@ def listed(texts: list[str]) -> TextSource:
 
 
 def tokens_of(
-    source: Any, encoder: TextEncoder, cache: Path, join: str | None = None, bos: str = "never"
+    source: Any,
+    encoder: TextEncoder,
+    cache: Path,
+    join: str | None = None,
+    bos: str = "never",
+    word_separator: str = "white_space",
 ) -> TokenData:
     """The tokens of a source, made or found in a cache."""
-    return open_tokens(prepare_tokens(source, EncodeRequest(encoder, join, bos), cache))
+    return open_tokens(prepare_tokens(source, EncodeRequest(encoder, join, bos, word_separator), cache))

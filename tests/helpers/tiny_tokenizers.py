@@ -88,7 +88,13 @@ def hf_encoding(kind: str, folder: Path) -> Encoding:
 
 
 def hf_encoder(folder: Path, kind: str = "byte_level") -> TextEncoder:
-    config = write_folder(hard_bpe(kind), folder, "<|endoftext|>")
+    return wrapped(hard_bpe(kind), folder, "<|endoftext|>")
+
+
+def wrapped(tokenizer: Tokenizer, folder: Path, eos_token: str = "</s>") -> TextEncoder:
+    """A tokenizer as the recipe reads it from a folder."""
+    folder.mkdir(exist_ok=True)
+    config = write_folder(tokenizer, folder, eos_token)
     return wrap_tokenizer(HuggingFaceBaseTokenizer(**config), config)
 
 

@@ -110,7 +110,7 @@ LENGTHS, DOMAIN_D = [10, 3, 25, 1, 7], [0, 1, 0, 1, 1]
 
 def test_domains_add_up_to_the_run() -> None:
     plan, data = made(LENGTHS, protocols.rolling(8), DOMAIN_D)
-    covered = CoveredText(data.num_bytes_D, data.num_words_D)
+    covered = CoveredText(data.num_bytes_D, data.num_words_D, "original documents")
     found = metrics.all_figures(joined(accumulators(plan, data, 1)), protocols.rolling(8), data, covered)
     easy, hard, absent = (found["domains"][name] for name in DOMAINS)
     assert [part["num_tokens"] for part in (easy, hard, absent)] == [35, 11, 0]
@@ -186,7 +186,7 @@ def test_any_number_of_ranks_gives_the_same_figures(lengths, protocol, num_ranks
 
 def test_records_are_the_same_from_any_number_of_ranks(tmp_path: Path) -> None:
     plan, data = made(LENGTHS, protocols.rolling(8), DOMAIN_D)
-    covered = CoveredText(data.num_bytes_D, data.num_words_D)
+    covered = CoveredText(data.num_bytes_D, data.num_words_D, "original documents")
     tables = []
     for num_ranks in (1, 2, 3):
         folder = tmp_path / str(num_ranks)

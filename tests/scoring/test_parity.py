@@ -6,15 +6,13 @@ import io
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
 import distributed_ppl_eval
 from helpers.runs import result_of
-from helpers.tiny import TEXT, write_config
-from ppl_eval.metrics.denominators import decoded_size
+from helpers.tiny import write_config
 
 
 def reference(model, ids, max_seq_len, keep_tail=False):
@@ -103,12 +101,3 @@ def test_smollm2_in_float32(smollm2, tmp_path):
     assert result["num_tokens"] == num_tokens == 3 * 511
     assert result["perplexity"] == pytest.approx(math.exp(nll_sum / num_tokens), rel=1e-6)
     assert 5 < result["perplexity"] < 40
-
-
-def test_a_long_text_is_measured_in_parts_as_in_one(tiny):
-    """Parts end between characters, wherever the tokens of one are cut."""
-    tokenizer = Tokenizer.from_file(str(tiny.folder / "tokenizer.json"))
-    tokens = np.array(tokenizer.encode(TEXT).ids)
-    for tokens_at_once in (1, 2, 3, 7, 100_000):
-        size = decoded_size(tokenizer, tokens, "white_space", tokens_at_once)
-        assert (size.num_bytes, size.num_words) == (len(TEXT.encode()), len(TEXT.split()))

@@ -18,7 +18,7 @@ from ppl_eval.data import array_cache
 from ppl_eval.data.sources import ALL, Content, EncodeRequest, Source, check_source
 
 # Part of every key: raise it when the files, the notes or the way a text is encoded change.
-_FORMAT = 4
+_FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,13 @@ class TokenData:
         tokens: token ids of all documents; a memory map of uint16, uint32 or what the user's token file has.
         offsets_D1: document d is ``tokens[offsets_D1[d]:offsets_D1[d + 1]]``; int64 [D + 1]. A join makes one
             document of each domain.
-        num_bytes_D: UTF-8 bytes of the original text of each document, text between joined ones not counted;
-            int64 [D]. None where the text is not known.
-        num_words_D: words of each document; int64 [D], or None.
+        num_bytes_D: UTF-8 bytes of the original text of each document, which may be another than the text
+            that was tokenised (a detokenised corpus); of joined documents with the joins. int64 [D]; None
+            where the text is not known.
+        num_words_D: words of the original text of each document; int64 [D], or None.
+        token_bytes: UTF-8 bytes of the tokenised text that each token stands for; those of a document add up
+            to its text. uint32, like ``tokens``; None where the tokenizer cannot say.
+        token_words: how many words begin in each token behind the document's first; uint32, or None.
         num_documents: documents of the source that hold text, before any join.
         fingerprint: what identifies the data: hashes of text and tokenizer, and how it was encoded.
         notes: what a reader of the result must know (empty documents, adjusted values).
@@ -51,6 +55,8 @@ class TokenData:
     labels: npt.NDArray[np.int32] | None = None
     domains: tuple[str, ...] = (ALL,)
     domain_D: npt.NDArray[np.int32] | None = None
+    token_bytes: npt.NDArray[np.uint32] | None = None
+    token_words: npt.NDArray[np.uint32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +123,8 @@ def open_tokens(view: Path) -> TokenData:
         labels=arrays.get("labels"),
         domains=tuple(about["domains"]),
         domain_D=arrays["domain"] if len(about["domains"]) > 1 else None,
+        token_bytes=arrays.get("token_bytes"),
+        token_words=arrays.get("token_words"),
     )
 
 

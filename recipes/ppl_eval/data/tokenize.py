@@ -3,20 +3,22 @@ written as they come.
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from ppl_eval.data.array_cache import ArrayWriter
 from ppl_eval.data.documents import Part, TextDigest
 from ppl_eval.data.sources import Content, EncodeRequest, Written
-from ppl_eval.tokenization.chunking import CHUNK_CHARS, SeamError, checked, cut, group
+from ppl_eval.tokenization.chunking import CHUNK_CHARS, EncodedChunk, SeamError, checked, cut, group
 from ppl_eval.tokenization.encoders import Encoding
+from ppl_eval.tokenization.text_spans import Measure
 from ppl_eval.tokenization.word_count import TextCounter, TextSize
 from ppl_eval.tokenization.workers import encode_groups
 
@@ -56,22 +58,26 @@ class _TextPass:
         self.domains: dict[str, int] = {}
         self.num_documents = self.num_empty = self.num_crlf = self.num_bom = 0
         self.longest_chars = 0
-        # Bytes and words of each domain's stream, where documents are joined; they grow until the end.
-        self.joined_sizes: list[list[int]] = []
+        # Bytes and words of each domain's stream, joins included, where documents are joined.
+        self.joined_counters: list[TextCounter] = []
         self.columns = {name: self._writer(name, np.int64) for name in ("num_bytes", "num_words")}
         self.columns["domain"] = self._writer("domain", np.int32)
 
     def run(self, read_parts: ReadParts, encoding: Encoding) -> Written:
-        chunks = checked(encode_groups(encoding.encode, group(cut(self._streams(read_parts), encoding))))
+        measure = None
+        if encoding.spans is not None:
+            measure = Measure(encoding.spans(), self.request.word_separator)
+        groups = group(cut(self._streams(read_parts), encoding))
+        chunks = checked(encode_groups(encoding.encode, groups, measure=measure))
         arrays = self._write_documents(chunks) if self.request.join is None else self._write_joined(chunks)
         if self.digest.facts() != self.content.facts:
             raise ValueError("the text of the dataset changed while it was read; run again")
         if self.num_documents == 0:
             raise ValueError(f"the dataset has no text: {self.num_empty} documents, all of them empty")
         if self.request.join is not None:
-            num_bytes, num_words = zip(*self.joined_sizes, strict=True)
-            self.columns["num_bytes"].extend(num_bytes)
-            self.columns["num_words"].extend(num_words)
+            sizes = [counter.size() for counter in self.joined_counters]
+            self.columns["num_bytes"].extend([size.num_bytes for size in sizes])
+            self.columns["num_words"].extend([size.num_words for size in sizes])
             self.columns["domain"].extend(range(len(self.domains)))
         notes = self._notes()
         if encoding.one_call and self.longest_chars > CHUNK_CHARS:
@@ -79,30 +85,27 @@ class _TextPass:
         arrays |= {name: column.close() for name, column in self.columns.items()}
         return Written(arrays, list(self.domains), self.num_documents, notes)
 
-    def _write_documents(self, chunks: Iterator[Any]) -> dict[str, Any]:
-        tokens, offsets = self._token_writer("tokens"), self._writer("offsets", np.int64)
+    def _write_documents(self, chunks: Iterator[EncodedChunk]) -> dict[str, Any]:
+        stream, offsets = self._stream("tokens"), self._writer("offsets", np.int64)
         offsets.append(0)
         for chunk in chunks:
-            if chunk.is_first:
-                tokens.extend(self.content.bos_tokens)
-            tokens.extend(chunk.ids)
+            stream.add(chunk, self.content.bos_tokens)
             if chunk.is_last:
-                offsets.append(tokens.length)
-        return {"tokens": tokens.close(), "offsets": offsets.close()}
+                offsets.append(stream.tokens.length)
+        return {**stream.close(), "offsets": offsets.close()}
 
-    def _write_joined(self, chunks: Iterator[Any]) -> dict[str, Any]:
-        streams: dict[int, ArrayWriter] = {}
+    def _write_joined(self, chunks: Iterator[EncodedChunk]) -> dict[str, Any]:
+        streams: dict[int, _TokenStream] = {}
         for chunk in chunks:
             if chunk.is_first:
-                streams[chunk.stream] = self._token_writer(f"stream_{chunk.stream}")
-                streams[chunk.stream].extend(self.content.bos_tokens)
-            streams[chunk.stream].extend(chunk.ids)
-        offsets, tokens = self._writer("offsets", np.int64), self._token_writer("tokens")
+                streams[chunk.stream] = self._stream(f"stream_{chunk.stream}")
+            streams[chunk.stream].add(chunk, self.content.bos_tokens)
+        offsets, together = self._writer("offsets", np.int64), self._stream("tokens")
         offsets.append(0)
         for _, stream in sorted(streams.items()):
-            tokens.take(stream)
-            offsets.append(tokens.length)
-        return {"tokens": tokens.close(), "offsets": offsets.close()}
+            together.take(stream)
+            offsets.append(together.tokens.length)
+        return {**together.close(), "offsets": offsets.close()}
 
     def _streams(self, read_parts: ReadParts) -> Iterator[tuple[int, str, bool]]:
         """Yield text for ``cut``, and count it on the way: documents that hold text, or one stream a domain
@@ -120,15 +123,18 @@ class _TextPass:
         for part in read_parts([]):
             self.digest.add(part)
             progress.update(len(part.text))
-            counter.add(part.text if part.original is None else part.original)
+            original = part.text if part.original is None else part.original
+            counter.add(original)
             if begins and join is not None:
                 domain = self.domains.setdefault(part.domain, len(self.domains))
-                if domain == len(self.joined_sizes):
-                    self.joined_sizes.append([0, 0])
+                if domain == len(self.joined_counters):
+                    self.joined_counters.append(TextCounter(self.request.word_separator))
                 else:
+                    self.joined_counters[domain].add(join)
                     yield domain, join, False
             num_chars += len(part.text)
             if join is not None:
+                self.joined_counters[domain].add(original)
                 yield domain, part.text, False
             elif num_chars:
                 yield self.num_documents, part.text, part.is_last
@@ -152,8 +158,6 @@ class _TextPass:
             self.columns["domain"].append(domain)
             self.longest_chars = max(self.longest_chars, num_chars)
         else:
-            self.joined_sizes[domain][0] += size.num_bytes
-            self.joined_sizes[domain][1] += size.num_words
             self.longest_chars += num_chars
         self.num_documents += 1
         self.num_crlf += size.has_crlf
@@ -184,8 +188,72 @@ class _TextPass:
     def _writer(self, name: str, dtype: Any) -> ArrayWriter:
         return ArrayWriter(self.folder / f"{name}.bin", dtype)
 
-    def _token_writer(self, name: str) -> ArrayWriter:
-        return self._writer(name, token_dtype(self.request))
+    def _stream(self, name: str) -> "_TokenStream":
+        return _TokenStream(self.folder, name, token_dtype(self.request))
+
+
+class _TokenStream:
+    """The tokens of a stream, with the bytes and words of its text that each stands for.
+
+    Args:
+        folder: where its arrays are written.
+        name: name of the array of tokens.
+        dtype: of the tokens.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: Any) -> None:
+        self.tokens = ArrayWriter(folder / f"{name}.bin", dtype)
+        self._sizes = [ArrayWriter(folder / f"{name}_{what}.bin", np.uint32) for what in ("bytes", "words")]
+        self._is_measured = True
+        # Text without a token belongs to the next one of its document, or to the last: that is held back.
+        self._held = np.zeros((2, 0), dtype=np.int64)
+        self._without_token = np.zeros(2, dtype=np.int64)
+
+    def add(self, chunk: EncodedChunk, bos_tokens: Sequence[int]) -> None:
+        """Append a chunk, BOS before a document's first."""
+        ids, sizes = chunk.ids, chunk.sizes
+        if chunk.is_first:
+            ids = np.concatenate([np.asarray(bos_tokens, dtype=np.int64), ids])
+        self.tokens.extend(ids)
+        if sizes is None:
+            self._is_measured = False
+        if not self._is_measured:
+            return
+        assert sizes is not None
+        if chunk.is_first:
+            self._extend(np.zeros((2, len(bos_tokens)), dtype=np.int64))
+        sizes, self._without_token = sizes[:, :-1].copy(), self._without_token + sizes[:, -1]
+        if sizes.shape[1]:
+            sizes[:, 0] += self._without_token
+            self._without_token[:] = 0
+        sizes = np.concatenate([self._held, sizes], axis=1)
+        self._held = sizes[:, -1:]
+        self._extend(sizes[:, :-1])
+        if chunk.is_last:
+            self._extend(self._held + self._without_token[:, None])
+            self._held = self._held[:, :0]
+            self._without_token[:] = 0
+
+    def take(self, other: "_TokenStream") -> None:
+        """Append another stream, whose files go."""
+        self.tokens.take(other.tokens)
+        self._is_measured = self._is_measured and other._is_measured
+        for own, taken in zip(self._sizes, other._sizes, strict=True):
+            own.take(taken)
+
+    def close(self) -> dict[str, Any]:
+        """Describe the arrays."""
+        arrays = {"tokens": self.tokens.close()}
+        for name, sizes in zip(("token_bytes", "token_words"), self._sizes, strict=True):
+            if self._is_measured:
+                arrays[name] = sizes.close()
+            else:
+                sizes.path.unlink()
+        return arrays
+
+    def _extend(self, sizes: npt.NDArray[np.int64]) -> None:
+        for writer, values in zip(self._sizes, sizes, strict=True):
+            writer.extend(values)
 
 
 def token_dtype(request: EncodeRequest) -> Any:

@@ -1,4 +1,10 @@
-"""Bytes and words of the text that a plan covers: what per-byte and per-word figures divide by."""
+"""Bytes and words of the text that a plan covers: what per-byte and per-word figures divide by.
+
+A window covers the text of its document from where the window before it ends to its own end. So every text is
+counted once, however windows are divided, and the sizes of any parts of a plan add up to those of the whole.
+Sizes are counted on the text itself, by the bytes that each token stands for (``text_spans``), never by
+decoding tokens.
+"""
 
 from typing import Any, NamedTuple
 
@@ -8,71 +14,90 @@ import numpy.typing as npt
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.protocols.base import IntArray
 from ppl_eval.protocols.plan import Plan
-from ppl_eval.tokenization.tokenizer import TextEncoder
-from ppl_eval.tokenization.word_count import TextCounter, TextSize
 
-_TOKENS_OF_A_CHARACTER = 8
+# Values summed together: some MB, however long the stream.
+_CHUNK = 1 << 20
 
 
 class CoveredText(NamedTuple):
-    """The text that the scored windows of each document cover.
+    """The text that the windows of each document cover.
 
     Attributes:
-        num_bytes_D: UTF-8 bytes of the original text; int64 [documents in the plan].
+        num_bytes_D: UTF-8 bytes; int64 [documents in the plan].
         num_words_D: words, counted as the protocol's reference does; int64.
+        of: which text was counted, for the result.
     """
 
     num_bytes_D: IntArray
     num_words_D: IntArray
+    of: str
 
 
-def covered_text(plan: Plan, data: TokenData, encoder: TextEncoder) -> CoveredText | None:
-    """Return the bytes and words of each document, from its head to its last scored token.
+def covered_text(plan: Plan, data: TokenData) -> CoveredText | None:
+    """Return bytes and words of each document, from its head to its last scored token.
 
-    Whole documents count as the original text was counted, documents without a window as nothing. Where the
-    end of a document is not scored (a dropped tail, ``max_windows``), the shorter of the two sides is decoded
-    and measured.
+    A document that is covered to its end counts as its original text was counted, one without a window as
+    nothing.
 
     Returns:
-        None where the protocol leaves out text in between, or there is no text (token files, samples).
+        None where the protocol leaves out text in between, or the text is not known (token files, a tokenizer
+        that cannot say which text its tokens stand for).
     """
     if not plan.protocol.covers_text or data.num_bytes_D is None or data.num_words_D is None:
         return None
-    separator, num_bos = plan.protocol.word_separator, len(data.fingerprint["bos_tokens"])
-    length_D, num_windows_D = plan.length_D, plan.windows_per_document()
-    num_documents = len(num_windows_D)
-    num_bytes_D = np.where(num_windows_D > 0, data.num_bytes_D[:num_documents], 0)
-    num_words_D = np.where(num_windows_D > 0, data.num_words_D[:num_documents], 0)
+    num_windows_D = plan.windows_per_document()
+    num_bytes_D = np.where(num_windows_D > 0, data.num_bytes_D[: len(num_windows_D)], 0)
+    num_words_D = np.where(num_windows_D > 0, data.num_words_D[: len(num_windows_D)], 0)
     document_K = np.flatnonzero(num_windows_D)
-    length_K = length_D[document_K]
-    stop_K = plan.protocol.locate(length_K, num_windows_D[document_K] - 1)[2]
-    for document, stop in zip(document_K[stop_K < length_K], stop_K[stop_K < length_K], strict=True):
-        end = int(data.offsets_D1[document + 1])
-        begin = end - int(length_D[document])
-        if stop < length_D[document] / 2:
-            size = decoded_size(encoder, data.tokens[begin + num_bos : begin + stop], separator)
-            num_bytes_D[document], num_words_D[document] = size.num_bytes, size.num_words
+    stop_K = plan.protocol.locate(plan.length_D[document_K], num_windows_D[document_K] - 1)[2]
+    is_cut_K = stop_K < plan.length_D[document_K]
+    if is_cut_K.any():
+        if data.token_bytes is None or data.token_words is None:
+            return None
+        cut_K, begin_K = document_K[is_cut_K], np.asarray(data.offsets_D1[document_K[is_cut_K]])
+        end_K = begin_K + stop_K[is_cut_K]
+        num_bytes_D[cut_K] = sums_between(data.token_bytes, begin_K, end_K)
+        num_words_D[cut_K] = 1 + sums_between(data.token_words, begin_K, end_K)
+    if data.fingerprint["join"] is not None:
+        of = "documents and the joins between them"
+    else:
+        of = "original documents" + ("; of one that is cut the tokenised text" if is_cut_K.any() else "")
+    return CoveredText(num_bytes_D, num_words_D, of)
+
+
+def window_sizes(plan: Plan, data: TokenData, first: int, last: int) -> tuple[IntArray, IntArray] | None:
+    """Return bytes and words of the text that each of the windows [first, last) covers; int64.
+
+    The first window of a document has the word more that a text has than places where words begin.
+
+    Returns:
+        None where ``covered_text`` has none, or the tokenizer cannot say which text its tokens stand for.
+    """
+    if not plan.protocol.covers_text or data.token_bytes is None or data.token_words is None:
+        return None
+    windows = plan.windows(max(first - 1, 0), last)
+    follows = np.concatenate([[False], windows.document[1:] == windows.document[:-1]])
+    begin = np.where(follows, np.concatenate([[0], windows.stop[:-1]]), 0)
+    offset = np.asarray(data.offsets_D1[windows.document])
+    here = slice(len(windows.stop) - (last - first), None)
+    begin_W, end_W = (offset + begin)[here], (offset + windows.stop)[here]
+    words_W = sums_between(data.token_words, begin_W, end_W)
+    return sums_between(data.token_bytes, begin_W, end_W), words_W + (begin[here] == 0)
+
+
+def sums_between(values: npt.NDArray[Any], begin_K: IntArray, end_K: IntArray) -> IntArray:
+    """Sum runs of values, [begin, end) each; runs ascend and do not overlap."""
+    sums_K = np.zeros(len(begin_K), dtype=np.int64)
+    first = 0
+    while first < len(begin_K):
+        low = int(begin_K[first])
+        last = max(first + 1, int(np.searchsorted(end_K, low + _CHUNK, side="right")))
+        if last == first + 1:
+            for start in range(low, int(end_K[first]), _CHUNK):
+                stop = min(start + _CHUNK, int(end_K[first]))
+                sums_K[first] += values[start:stop].sum(dtype=np.int64)
         else:
-            size = decoded_size(encoder, data.tokens[begin + stop : end], separator)
-            num_bytes_D[document] -= size.num_bytes
-            # The text that stays ends where this one begins: what parts words here goes, the word in the cut
-            # stays.
-            num_words_D[document] -= size.num_words - 1
-    return CoveredText(num_bytes_D, num_words_D)
-
-
-def decoded_size(
-    encoder: TextEncoder, tokens: npt.NDArray[Any], separator: str, tokens_at_once: int = 1 << 16
-) -> TextSize:
-    """Measure the text of tokens, decoded in parts so that memory stays flat."""
-    counter = TextCounter(separator)
-    start = 0
-    while start < len(tokens):
-        # A character may be spread over tokens, and a part must not end inside one.
-        for stop in range(start + tokens_at_once, start + tokens_at_once + _TOKENS_OF_A_CHARACTER):
-            text = encoder.decode(tokens[start:stop].tolist())
-            if not text.endswith("\ufffd") or stop >= len(tokens):
-                break
-        counter.add(text)
-        start = stop
-    return counter.size()
+            running = np.concatenate([[0], np.cumsum(values[low : int(end_K[last - 1])], dtype=np.int64)])
+            sums_K[first:last] = running[end_K[first:last] - low] - running[begin_K[first:last] - low]
+        first = last
+    return sums_K

@@ -13,6 +13,8 @@
     num_correct  int64    scored tokens that were the most likely one
     nll_sum      double   their NLL, nats
     nll_sq_sum   double   sum of their squared NLL, nats^2
+    num_bytes    int64    UTF-8 bytes of the text behind the window before, up to the end; null if unknown
+    num_words    int64    words of it
 
 ``documents.parquet``, one row a document that has a window: document, domain, num_windows, num_tokens,
 num_correct, num_bytes, num_words (null where the protocol leaves out text), nll_sum, ce_loss, perplexity,
@@ -35,7 +37,7 @@ import pyarrow.parquet as pq
 
 from ppl_eval.config.files import whole_file
 from ppl_eval.data.token_data import TokenData
-from ppl_eval.metrics.denominators import CoveredText
+from ppl_eval.metrics.denominators import CoveredText, window_sizes
 from ppl_eval.protocols.base import IntArray, Windows, exp_or_infinity
 from ppl_eval.protocols.plan import Plan
 from ppl_eval.results.ledger import Records
@@ -50,6 +52,7 @@ _WINDOWS = pa.schema(
     + [("prefix", pa.bool_())]
     + [(name, pa.int64()) for name in ("num_tokens", "num_correct")]
     + [(name, pa.float64()) for name in ("nll_sum", "nll_sq_sum")]
+    + [(name, pa.int64()) for name in ("num_bytes", "num_words")]
 )
 _DOCUMENTS = pa.schema(
     [("document", pa.int64()), ("domain", pa.string())]
@@ -130,7 +133,7 @@ def write(
             documents = _Documents(file, data, covered)
         for rows in gather(own, plan, add_over_ranks, windows_at_once):
             if windows is not None:
-                windows.write_table(_window_table(rows, data))
+                windows.write_table(_window_table(rows, plan, data))
             if documents is not None:
                 documents.add(rows)
         if documents is not None:
@@ -148,16 +151,22 @@ def _domain_names(data: TokenData, document_K: IntArray) -> pa.Array:
     return pa.array(np.array(data.domains, dtype=object)[index], pa.string())
 
 
-def _window_table(rows: Rows, data: TokenData) -> pa.Table:
+def _window_table(rows: Rows, plan: Plan, data: TokenData) -> pa.Table:
     windows = rows.windows
+    last = rows.first + len(windows.start)
+    num_bytes, num_words = (
+        window_sizes(plan, data, rows.first, last) or (pa.nulls(len(windows.start), pa.int64()),) * 2
+    )
     columns: dict[str, Any] = {
         **windows._asdict(),
-        "window_id": np.arange(rows.first, rows.first + len(windows.start)),
+        "window_id": np.arange(rows.first, last),
         "domain": _domain_names(data, windows.document),
         "num_tokens": rows.num_tokens,
         "num_correct": rows.num_correct,
         "nll_sum": rows.nll_sum,
         "nll_sq_sum": rows.nll_sq_sum,
+        "num_bytes": num_bytes,
+        "num_words": num_words,
     }
     return pa.table({name: columns[name] for name in _WINDOWS.names}, schema=_WINDOWS)
 

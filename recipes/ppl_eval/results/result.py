@@ -72,11 +72,12 @@ def build(state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64]) ->
         per_rank: ``rank_row`` of every rank.
     """
     settings, inputs = state.settings, state.inputs
-    covered = denominators.covered_text(inputs.plan, inputs.data, inputs.encoder)
+    covered = denominators.covered_text(inputs.plan, inputs.data)
     return {
         "schema": table.SCHEMA,
         **figures.all_figures(scored.accumulator, inputs.protocol, inputs.data, covered),
         "num_documents": inputs.data.num_documents,
+        "bytes_and_words_of": None if covered is None else covered.of,
         "coverage": _coverage(inputs.expected_tokens, scored),
         "aggregation": _aggregation(settings.aggregation.topology, scored),
         **_question(state),
@@ -236,7 +237,7 @@ def write_records(state: RunState, own: Records, add_over_ranks: AddOverRanks) -
             own,
             inputs.plan,
             inputs.data,
-            denominators.covered_text(inputs.plan, inputs.data, inputs.encoder),
+            denominators.covered_text(inputs.plan, inputs.data),
             add_over_ranks,
             per_window=settings.per_window,
             per_document=settings.per_document,

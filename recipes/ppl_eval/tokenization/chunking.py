@@ -27,6 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ppl_eval.tokenization.encoders import Encode, Encoding, Ids
+from ppl_eval.tokenization.text_spans import Measure
+from ppl_eval.tokenization.word_count import START, WordState
 
 CHUNK_CHARS = 1 << 18
 # Characters of true text around a cut that is tried, and before a chunk.
@@ -53,6 +55,7 @@ class Chunk(NamedTuple):
             none.
         is_first: whether it begins its stream.
         is_last: whether it ends its stream.
+        before: the state of the words behind the stream's text before it.
     """
 
     stream: int
@@ -60,16 +63,22 @@ class Chunk(NamedTuple):
     context: str
     is_first: bool
     is_last: bool
+    before: WordState = START
 
 
 class EncodedChunk(NamedTuple):
-    """Ids of a chunk, and the last ids of its context."""
+    """Ids of a chunk, and the last ids of its context.
+
+    Attributes:
+        sizes: bytes and words of each token (``Measure.sizes``); None where they are not measured.
+    """
 
     stream: int
     ids: Ids
     seam: Ids
     is_first: bool
     is_last: bool
+    sizes: Ids | None = None
 
 
 @dataclass
@@ -83,6 +92,7 @@ class _Pending:
     is_first: bool = True
     # Length at which the next cut is tried.
     target: int = 0
+    words: WordState = START
 
     def text(self) -> str:
         """Return all of it, as one string."""
@@ -91,7 +101,7 @@ class _Pending:
 
     def chunk(self, stream: int, text: str, is_last: bool) -> Chunk:
         """Return a chunk of it, with its context."""
-        return Chunk(stream, text, self.before[-CONTEXT_CHARS:], self.is_first, is_last)
+        return Chunk(stream, text, self.before[-CONTEXT_CHARS:], self.is_first, is_last, self.words)
 
 
 def cut(
@@ -121,7 +131,8 @@ def cut(
                 continue
             yield rest.chunk(stream, whole[:at], False)
             before = "" if encoding.cut_every else _last(rest.before, whole[:at], _LONG_CONTEXT_CHARS)
-            rest = _Pending([whole[at:]], len(whole) - at, before, False, chunk_chars)
+            words = rest.words.after(whole[:at])
+            rest = _Pending([whole[at:]], len(whole) - at, before, False, chunk_chars, words)
             pending[stream] = rest
         if is_last:
             yield rest.chunk(stream, rest.text(), True)
@@ -150,8 +161,13 @@ def group(chunks: Iterable[Chunk], chars: int = CHUNK_CHARS) -> Iterator[list[Ch
         yield together
 
 
-def encode_chunks(encode: Encode, chunks: list[Chunk]) -> list[EncodedChunk]:
+def encode_chunks(encode: Encode, chunks: list[Chunk], measure: Measure | None = None) -> list[EncodedChunk]:
     """Encode chunks behind their contexts.
+
+    Args:
+        encode: the tokenizer's.
+        chunks: what to encode.
+        measure: counts bytes and words of the tokens; None leaves that out.
 
     Raises:
         SeamError: if a context's ids change when its chunk follows.
@@ -162,8 +178,11 @@ def encode_chunks(encode: Encode, chunks: list[Chunk]) -> list[EncodedChunk]:
         ids = encode(chunk.context + chunk.text)
         if not np.array_equal(ids[: len(before)], before):
             raise SeamError
-        seam = before[-SEAM_IDS:]
-        encoded.append(EncodedChunk(chunk.stream, ids[len(before) :], seam, chunk.is_first, chunk.is_last))
+        seam, ids = before[-SEAM_IDS:], ids[len(before) :]
+        sizes = None
+        if measure is not None:
+            sizes = measure.sizes(ids, len(before), chunk.context, chunk.text, chunk.before)
+        encoded.append(EncodedChunk(chunk.stream, ids, seam, chunk.is_first, chunk.is_last, sizes))
     return encoded
 
 

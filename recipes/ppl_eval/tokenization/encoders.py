@@ -14,6 +14,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ppl_eval.tokenization import text_spans
+from ppl_eval.tokenization.text_spans import TextSpans
+
 Ids = npt.NDArray[np.int64]
 Encode = Callable[[str], Ids]
 
@@ -69,11 +72,13 @@ class Encoding:
         cut_every: the tokenizer itself cuts a text after every so many characters and encodes the parts one
             by one; None if it does not.
         one_call: why a text must not be cut at all; None if it may be.
+        spans: makes what is known about the text of its tokens; None where nothing is.
     """
 
     encode: Encode
     cut_every: int | None = None
     one_call: str | None = None
+    spans: Callable[[], TextSpans] | None = None
 
 
 def encode_hf(tokenizer: Any, text: str) -> Ids:
@@ -147,21 +152,30 @@ def encoding_of(tokenizer: Any, config: Mapping[str, Any]) -> Encoding:
         # A tokenizer.json may hold the length limit that it was trained with, which would drop text silently.
         inner.no_truncation()
         inner.no_padding()
-        return Encoding(partial(encode_hf, inner), one_call=_why_one_call(json.loads(inner.to_str())))
+        description = json.loads(inner.to_str())
+        spans = partial(text_spans.spans_of_hf, inner, description)
+        return Encoding(partial(encode_hf, inner), one_call=_why_one_call(description), spans=spans)
     if kind == "sentencepiece":
         processor = tokenizer._spm_model.spm_model
         return Encoding(
-            partial(encode_sentencepiece, processor), one_call=_why_one_call_sentencepiece(processor)
+            partial(encode_sentencepiece, processor),
+            one_call=_why_one_call_sentencepiece(processor),
+            spans=partial(text_spans.spans_of_sentencepiece, processor),
         )
     if kind == "tiktoken" and type(tokenizer.tt_model) is _tiktoken.TikTokenBaseTokenizer:
         cut_every, longest_run = _tiktoken.MAX_ENCODE_CHARS, _tiktoken.MAX_NO_WHITESPACE_CHARS
-        encode = partial(encode_tiktoken, tokenizer.tt_model.tt_model, cut_every, longest_run)
-        return Encoding(encode, cut_every=cut_every)
+        inner = tokenizer.tt_model.tt_model
+        encode = partial(encode_tiktoken, inner, cut_every, longest_run)
+        return Encoding(encode, cut_every=cut_every, spans=partial(text_spans.spans_of_tiktoken, inner))
     unknown = f"nothing is known about cutting texts for {type(tokenizer).__name__}"
     reason = None if kind == "byte_level" else unknown
+    spans_of = None
+    if kind == "byte_level":
+        spans_of = partial(text_spans.spans_of_byte_level, tokenizer.encoder, tokenizer.special_tokens)
+    encode = partial(encode_torchtune, tokenizer)
     if "_component_" in config:
-        return Encoding(partial(encode_configured, json.dumps(dict(config))), one_call=reason)
-    return Encoding(partial(encode_torchtune, tokenizer), one_call=reason)
+        encode = partial(encode_configured, json.dumps(dict(config)))
+    return Encoding(encode, one_call=reason, spans=spans_of)
 
 
 def _why_one_call(description: dict[str, Any]) -> str | None:

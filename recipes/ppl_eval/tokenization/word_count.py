@@ -4,6 +4,7 @@ import re
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 SEPARATORS = ("white_space", "space")
 # White space to Python's `\s` and `str.isspace`; the last entry stands for everything above.
@@ -88,3 +89,63 @@ def count_words(text: str, separator: str = "white_space") -> int:
     counter = TextCounter(separator)
     counter.add(text)
     return counter.size().num_words
+
+
+class WordState(NamedTuple):
+    """What the words of a text depend on before it: the end of the text that came earlier.
+
+    Attributes:
+        in_space: whether it ends in white space.
+        open_spaces: spaces in the white space at its end.
+        has_text: whether anything but white space came.
+    """
+
+    in_space: bool = False
+    open_spaces: int = 0
+    has_text: bool = False
+
+    def after(self, text: str) -> "WordState":
+        """Return the state behind a further part of the text."""
+        if not text:
+            return self
+        core = len(text.rstrip())
+        open_spaces = text.count(" ", core)
+        if not core:
+            return WordState(True, self.open_spaces + open_spaces, self.has_text)
+        return WordState(core < len(text), open_spaces, True)
+
+
+START = WordState()
+
+
+def word_starts(text: str, separator: str, before: WordState) -> npt.NDArray[np.int64]:
+    """Return where the word count goes up, as byte offsets: a text has one word more than it has such places.
+
+    By ``white_space`` that is where a run of white space begins; by ``space`` the first letter behind spaces,
+    once for each of them.
+
+    Args:
+        text: the text, or a part of it.
+        separator: what parts words, one of ``SEPARATORS``.
+        before: the state behind the parts before it.
+    """
+    codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+    is_space = _IS_SPACE[np.minimum(codes, _LAST_SPACE + 1)]
+    if separator == "white_space":
+        starts = np.flatnonzero(is_space & ~np.concatenate([[before.in_space], is_space[:-1]]))
+    else:
+        letters = np.flatnonzero(~is_space)
+        spaces = np.cumsum(codes == ord(" "))[letters]
+        more = np.diff(spaces, prepend=-before.open_spaces)
+        if len(more) and not before.has_text:
+            more[0] = 0
+        starts = np.repeat(letters, more)
+    if text.isascii():
+        return starts
+    widths = utf8_widths(codes)
+    return (np.cumsum(widths) - widths)[starts]
+
+
+def utf8_widths(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """Return the UTF-8 bytes of each of these characters."""
+    return 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)

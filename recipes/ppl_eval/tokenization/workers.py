@@ -11,7 +11,7 @@ import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import chain, islice
@@ -19,6 +19,7 @@ from typing import Any
 
 from ppl_eval.tokenization.chunking import Chunk, EncodedChunk, SeamError, encode_chunks
 from ppl_eval.tokenization.encoders import Encode
+from ppl_eval.tokenization.text_spans import Measure
 
 # A worker takes 60 to 130 MiB, most of it vocabulary; eight of them and their feeder stay below 1 GiB a node,
 # and keep up with a disk.
@@ -33,7 +34,10 @@ def num_cores() -> int:
 
 
 def encode_groups(
-    encode: Encode, groups: Iterable[list[Chunk]], num_workers: int | None = None
+    encode: Encode,
+    groups: Iterable[list[Chunk]],
+    num_workers: int | None = None,
+    measure: Measure | None = None,
 ) -> Iterator[EncodedChunk]:
     """Encode groups of chunks in parallel, in order, with a bounded number of groups in memory.
 
@@ -42,6 +46,7 @@ def encode_groups(
             pickled, is encoded in this process.
         groups: what to encode.
         num_workers: processes; None for one a core, at most ``MAX_WORKERS``.
+        measure: counts bytes and words of the tokens, see ``encode_chunks``.
 
     Raises:
         SeamError: if a chunk does not fit its context.
@@ -49,11 +54,11 @@ def encode_groups(
     num_workers = num_workers or min(num_cores(), MAX_WORKERS)
     groups = iter(groups)
     first = list(islice(groups, _FEW_GROUPS))
-    pickled = _pickled(encode) if len(first) == _FEW_GROUPS and num_workers > 1 else None
+    pickled = _pickled((encode, measure)) if len(first) == _FEW_GROUPS and num_workers > 1 else None
     everything = chain(first, groups)
     if pickled is None:
         for together in everything:
-            yield from encode_chunks(encode, together)
+            yield from encode_chunks(encode, together, measure)
         return
     with ExitStack() as stack:
         idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
@@ -70,9 +75,9 @@ def encode_groups(
             yield from waiting.popleft().result()
 
 
-def _pickled(encode: Encode) -> bytes | None:
+def _pickled(task: tuple[Encode, Measure | None]) -> bytes | None:
     try:
-        return pickle.dumps(encode)
+        return pickle.dumps(task)
     except (pickle.PicklingError, TypeError, AttributeError):
         return None
 
@@ -132,14 +137,14 @@ def _receive(pipe: Any) -> Any:
 
 
 def _serve(inbox: Any, outbox: Any) -> None:
-    encode: Callable[..., Any] = _receive(inbox)
+    encode, measure = _receive(inbox)
     while True:
         try:
             chunks = _receive(inbox)
         except EOFError:
             return
         try:
-            answer: Any = encode_chunks(encode, chunks)
+            answer: Any = encode_chunks(encode, chunks, measure)
         except (SeamError, ValueError, TypeError, RuntimeError) as error:
             answer = error
         _send(outbox, pickle.dumps(answer))
