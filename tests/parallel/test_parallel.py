@@ -14,7 +14,7 @@ from ppl_eval.parallel import context_parallel
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.parallel.tensor_parallel import bounds
 from ppl_eval.protocols.sampler import DUMMY_BATCH, batches_of
-from ppl_eval.scoring.nll import token_nll, window_scores
+from ppl_eval.scoring.nll import Softmax, token_nll, window_scores
 from ppl_eval.scoring.split import split_model
 
 CPU = torch.device("cpu")
@@ -146,7 +146,9 @@ def test_nll_from_parts_of_the_vocabulary(world_size):
     expected_N = torch.nn.functional.cross_entropy(logits_NV.double(), targets_N, reduction="none")
     assert (targets_N == logits_NV.argmax(dim=1))[:6].tolist() == [True, False, True, False, False, True]
     start, stop = bounds(VOCAB_SIZE, world_size, dist.get_rank())
-    nll_N, correct_N = token_nll(logits_NV[:, start:stop], targets_N, start, dist.group.WORLD)
+    nll_N, correct_N = token_nll(
+        logits_NV[:, start:stop], targets_N, Softmax("exact", start, dist.group.WORLD)
+    )
     torch.testing.assert_close(nll_N.double(), expected_N, rtol=1e-6, atol=1e-6, equal_nan=True)
     agrees_N = correct_N == (targets_N == logits_NV.argmax(dim=1))
     assert (agrees_N | nll_N.isnan()).all()
@@ -160,7 +162,7 @@ def test_split_rows_have_no_bias_in_a_large_vocabulary(world_size):
     targets_N = torch.arange(128)
     expected_N = torch.nn.functional.cross_entropy(logits_NV.double(), targets_N, reduction="none")
     start, stop = bounds(128_256, world_size, dist.get_rank())
-    nll_N, _ = token_nll(logits_NV[:, start:stop], targets_N, start, dist.group.WORLD)
+    nll_N, _ = token_nll(logits_NV[:, start:stop], targets_N, Softmax("exact", start, dist.group.WORLD))
     assert abs((nll_N - expected_N).mean().item()) < 3e-7
 
 

@@ -9,7 +9,7 @@ from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_2 import llama3_2
 
 from helpers.tiny import SHAPE
-from ppl_eval.scoring.nll import ScoringModel, rows_per_chunk, token_nll, window_scores
+from ppl_eval.scoring.nll import ScoringModel, Softmax, rows_per_chunk, token_nll, window_scores
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_equals_cross_entropy_of_full_logits_whatever_the_chunk(decoder):
     )
     expected = expected[labels_BT.flatten() != -100]
     for rows in (1, 2, 100):
-        scorer = ScoringModel(decoder, max_logits_bytes=8 * SHAPE["vocab_size"] * rows)
+        scorer = ScoringModel(decoder, max_logits_bytes=4 * SHAPE["vocab_size"] * rows)
         nll_N, _ = scorer(tokens_BT, labels_BT)
         assert torch.allclose(nll_N.double(), expected, rtol=1e-5)
 
@@ -45,7 +45,7 @@ def test_logits_never_exceed_their_budget():
     decoder = llama3(**shape).eval().requires_grad_(False)
     rows = []
     decoder.output.register_forward_hook(lambda head, inputs, logits: rows.append(len(logits)))
-    scorer = ScoringModel(decoder, max_logits_bytes=8 * SHAPE["vocab_size"] * 3)
+    scorer = ScoringModel(decoder, max_logits_bytes=4 * SHAPE["vocab_size"] * 3)
     scorer(*batch([[1] * 8]))
     assert rows == [3, 3, 2]
 
@@ -56,12 +56,52 @@ def test_of_equal_logits_the_first_is_the_most_likely_token():
     assert correct_N.tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("vocab_size", [49_152, 151_936])
+def test_the_exact_rule_equals_float64_where_torch_does_not(vocab_size):
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = 3 * torch.randn(64, vocab_size, generator=generator)
+    targets_N = logits_NV.topk(20, dim=1).indices[:, -1]
+    expected_N = torch.nn.functional.cross_entropy(logits_NV.double(), targets_N, reduction="none")
+
+    def error(rule):
+        nll_N, _ = token_nll(logits_NV.clone(), targets_N, Softmax(rule))
+        return (nll_N.double() - expected_N).mean().item()
+
+    assert abs(error("exact")) < 2e-7 * expected_N.mean().item()
+    assert error("torch") < -5e-7, "if torch sums in a tree by now, softmax: torch has lost its reason"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+def test_nll_has_the_same_bits_for_any_number_of_threads_and_rows(rows):
+    logits_NV = 3 * torch.randn(64, 49_152, generator=torch.Generator().manual_seed(1))
+    targets_N = torch.arange(64)
+    together, _ = token_nll(logits_NV.clone(), targets_N)
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            nll_N, _ = token_nll(logits_NV[:rows].clone(), targets_N[:rows])
+            assert torch.equal(nll_N, together[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nll_by_hand_and_of_logits_that_are_not_finite():
+    logits_NV = torch.tensor([[0.0, math.log(3.0)], [1e4, 0.0], [-math.inf, 0.0], [math.nan, 0.0]])
+    nll_N, _ = token_nll(logits_NV, torch.tensor([0, 1, 0, 1]))
+    assert nll_N[0].item() == pytest.approx(math.log(4.0), rel=1e-7)
+    assert nll_N[1:3].tolist() == [1e4, math.inf]
+    assert math.isnan(nll_N[3])
+
+
 def test_rows_per_chunk_counts_every_copy():
-    assert rows_per_chunk(1000, torch.float32, 8000 * 5) == 5
-    assert rows_per_chunk(1000, torch.bfloat16, 8000 * 5) == 5
+    assert rows_per_chunk(1000, torch.float32, 4000 * 5) == 5
+    assert rows_per_chunk(1000, torch.bfloat16, 6000 * 5) == 5
     assert rows_per_chunk(1000, torch.float64, 12_000 * 5) == 5
+    assert rows_per_chunk(1000, torch.float32, 8000 * 5, "torch") == 5
+    assert rows_per_chunk(1000, torch.bfloat16, 8000 * 5, "torch") == 5
     with pytest.raises(ValueError, match="raise max_logits_mib"):
-        rows_per_chunk(1000, torch.float32, 7999)
+        rows_per_chunk(1000, torch.float32, 3999)
 
 
 def test_log_softmax_is_float32_in_a_bfloat16_model(decoder):

@@ -72,6 +72,7 @@ class Settings:
     batch_size: int = _key(1, at_least=1, at_most=2**31)
     max_windows: int | None = _key(None, at_least=1, at_most=2**62)
     max_logits_mib: float = _key(64, at_least=0.001)
+    softmax: str = _key("exact", allowed=("exact", "torch"))
     per_window: bool = False
     per_document: bool = False
     position_buckets: int | None = _key(None, at_least=1, at_most=2**20)

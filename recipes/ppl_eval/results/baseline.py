@@ -32,6 +32,7 @@ _REASONS = (
     "dtype",
     "device",
     "compile",
+    "softmax",
     "plan.batch_size",
     "aggregation.precision",
     "parallel",

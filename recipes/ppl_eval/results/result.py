@@ -54,7 +54,7 @@ def plan_facts(settings: Settings, source: Source, device: torch.device) -> dict
         "quantizer": given.get("quantizer"),
         **{
             key: getattr(settings, key)
-            for key in ("batch_size", "dtype", "compile", "max_logits_mib", "tensor_parallel_dim")
+            for key in ("batch_size", "dtype", "compile", "max_logits_mib", "softmax", "tensor_parallel_dim")
         },
         "tensor_parallel_plan": given.get("tensor_parallel_plan"),
         "context_parallel_dim": settings.context_parallel_dim,
@@ -87,6 +87,7 @@ def build(state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64]) ->
         "device": state.device.type,
         "compile": settings.compile,
         "max_logits_mib": settings.max_logits_mib,
+        "softmax": settings.softmax,
         "parallel": {**asdict(state.dims), "num_nodes": len(state.world.nodes)},
         "seed": state.source.seed,
         "timing": _timing(scored, per_rank),

@@ -1,6 +1,8 @@
 """Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
 in float32."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -15,32 +17,69 @@ from ppl_eval.parallel import fsdp as sharding
 from ppl_eval.protocols.batches import Batch
 
 
-def token_nll(
-    logits_NV: torch.Tensor,
-    targets_N: torch.Tensor,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """NLL from logits: nll = ln(sum over v of e^(x_v - m)) + m - x_target, with m the largest logit.
+class Softmax(NamedTuple):
+    """How NLL is computed from logits, and over which ranks the vocabulary is split.
 
-    Whole rows go through torch's own log-softmax, which is what transformers and lm-eval call: the same
-    number as theirs on the same device. Its float32 sum over a large vocabulary runs one term after the other
-    on CPU, and the small ones vanish: for 49,152 tokens NLL comes out 3e-6 of itself too low
-    (docs/exactness.md). Split rows are summed in a tree, which does not have that fault.
+    Attributes:
+        rule: ``exact`` or ``torch``; see ``token_nll``.
+        vocab_start: first token of this rank's columns.
+        group: the ranks over which the vocabulary is split; None if each has all of it.
+    """
+
+    rule: str = "exact"
+    vocab_start: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+EXACT = Softmax()
+
+
+def token_nll(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, softmax: Softmax = EXACT
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute NLL from logits: nll = ln(sum over v of e^(x_v - m)) + m - x_target, with m the largest logit.
+
+    ``exact`` adds the vocabulary up in a tree, so the result is within float32 rounding of a float64
+    log-softmax, for whole rows and for rows split over ranks. ``torch`` calls torch's log-softmax, as
+    transformers and lm-eval do: on CPU its float32 sum runs one term after the other, so that small terms
+    vanish, and for 49,152 tokens NLL comes out 3e-6 of itself too low (docs/exactness.md).
 
     Args:
-        logits_NV: logits; float32. With a group this rank's columns of the vocabulary.
+        logits_NV: logits, float32; overwritten under ``exact``. With a group this rank's columns of the
+            vocabulary.
         targets_N: targets in the whole vocabulary; int64.
-        vocab_start: first token of these columns.
-        group: the ranks over which the vocabulary is split. They talk twice: the largest logit of each row,
-            then three sums in one. A NaN in any part makes the row's NLL NaN.
+        softmax: the rule. The ranks of its group communicate twice: the largest logit of each row, then three
+            sums in one. A NaN in any part makes the row's NLL NaN.
 
     Returns:
         ``nll_N`` (nats, float32) and ``correct_N`` (whether the target is the most likely token; of equals,
         as in argmax, the first); the same on every rank of the group.
     """
-    if group is None:
-        return F.cross_entropy(logits_NV, targets_N, reduction="none"), _is_largest(logits_NV, targets_N)
+    if softmax.group is not None:
+        return _split_nll(logits_NV, targets_N, softmax.vocab_start, softmax.group)
+    max_N = logits_NV.amax(dim=-1)
+    target_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
+    # As `argmax == target`, in the time of a maximum: only rows whose target ties for it need a search.
+    correct_N = target_N == max_N
+    rows = correct_N.nonzero().squeeze(1)
+    correct_N[rows] = logits_NV[rows].argmax(dim=-1) == targets_N[rows]
+    if softmax.rule == "torch":
+        return F.cross_entropy(logits_NV, targets_N, reduction="none"), correct_N
+    return _sum_of_exp(logits_NV, max_N).log() + (max_N - target_N), correct_N
+
+
+def _sum_of_exp(logits_NV: torch.Tensor, max_N: torch.Tensor) -> torch.Tensor:
+    exp_NV = logits_NV.sub_(max_N[:, None]).exp_()
+    if len(exp_NV) == 1:
+        # torch divides the sum of a single row among its threads, and its bits depend on their number.
+        return torch.cat([exp_NV, exp_NV]).sum(dim=1)[:1]
+    return exp_NV.sum(dim=1)
+
+
+def _split_nll(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, vocab_start: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``exact`` NLL where each rank of a group has some columns of the vocabulary."""
     column_N1 = (targets_N - vocab_start)[:, None]
     num_columns = logits_NV.shape[1]
     elsewhere_N1 = (column_N1 < 0) | (column_N1 >= num_columns)
@@ -50,20 +89,12 @@ def token_nll(
     target_N1 = logits_NV.gather(1, column_N1.clamp(0, num_columns - 1)).masked_fill(elsewhere_N1, 0.0)
     column_V = torch.arange(num_columns, device=logits_NV.device)
     earlier_N1 = ((logits_NV == max_N1) & (column_V < column_N1)).any(dim=1, keepdim=True)
-    exp_sum_N1 = (logits_NV - max_N1).exp_().sum(dim=1, keepdim=True)
+    max_N = max_N1.squeeze(1)
+    exp_sum_N1 = _sum_of_exp(logits_NV, max_N)[:, None]
     sums_N3 = torch.cat([exp_sum_N1, target_N1, earlier_N1.to(logits_NV.dtype)], dim=1)
     dist.all_reduce(sums_N3, group=group)
     exp_sum_N, target_N, earlier_N = sums_N3.unbind(dim=1)
-    max_N = max_N1.squeeze(1)
     return exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
-
-
-def _is_largest(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    # As `argmax == target`, in the time of a maximum: only rows whose target ties for it need a search.
-    correct_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1) == logits_NV.amax(dim=-1)
-    rows = correct_N.nonzero().squeeze(1)
-    correct_N[rows] = logits_NV[rows].argmax(dim=-1) == targets_N[rows]
-    return correct_N
 
 
 class ScoringModel(nn.Module):
@@ -75,6 +106,7 @@ class ScoringModel(nn.Module):
             whole batch never exist.
         max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them
             included.
+        softmax: ``exact`` or ``torch``; see ``token_nll``.
         vocab_group: the ranks over which the head's rows are split (``tensor_parallel.split_model``); None if
             each rank has them all.
         sequence_group: the ranks over which sequences are split (``context_parallel.split_attention``); None
@@ -86,20 +118,22 @@ class ScoringModel(nn.Module):
         decoder: TransformerDecoder,
         max_logits_bytes: int,
         *,
+        softmax: str = "exact",
         vocab_group: dist.ProcessGroup | None = None,
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         self.decoder = decoder
         self.sequence_group = sequence_group
-        self.vocab_columns = vocab_size = decoder.tok_embeddings.num_embeddings
-        self.vocab_start, self.vocab_group = 0, vocab_group
+        vocab_columns, vocab_start = decoder.tok_embeddings.num_embeddings, 0
         if vocab_group is not None:
+            size, rank = vocab_group.size(), vocab_group.rank()
+            vocab_start, _ = tensor_parallel.bounds(vocab_columns, size, rank)
             # The same on all ranks, though parts differ by one: they must cut the rows into the same chunks.
-            self.vocab_columns = -(-vocab_size // vocab_group.size())
-            self.vocab_start, _ = tensor_parallel.bounds(vocab_size, vocab_group.size(), vocab_group.rank())
+            vocab_columns = -(-vocab_columns // size)
+        self.softmax = Softmax(softmax, vocab_start, vocab_group)
         self.rows_per_chunk = rows_per_chunk(
-            self.vocab_columns, decoder.tok_embeddings.weight.dtype, max_logits_bytes
+            vocab_columns, decoder.tok_embeddings.weight.dtype, max_logits_bytes, softmax
         )
         decoder.unembed = lambda hidden_BTD: decoder.norm(hidden_BTD)
 
@@ -140,22 +174,21 @@ class ScoringModel(nn.Module):
                 logits_NV = self.decoder.output(hidden_ND[chunk]).float()
                 if softcap is not None:
                     logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
-                nll_N[chunk], correct_N[chunk] = token_nll(
-                    logits_NV, targets_N[chunk], self.vocab_start, self.vocab_group
-                )
+                nll_N[chunk], correct_N[chunk] = token_nll(logits_NV, targets_N[chunk], self.softmax)
         return nll_N, correct_N
 
 
-def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int) -> int:
-    """Scored rows that go through the head at once.
+def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int, softmax: str = "exact") -> int:
+    """Return how many scored rows go through the head at once.
 
-    A row's logits exist in float32 and, one after the other, in the model's dtype and as log-probabilities in
-    float32.
+    A row's logits exist in float32, which ``exact`` overwrites and beside which ``torch`` needs
+    log-probabilities; before that, in the model's dtype too if it is another.
 
     Raises:
         ValueError: if not even one row fits.
     """
-    bytes_per_row = vocab_size * (4 + max(dtype.itemsize, 4))
+    more = 0 if dtype == torch.float32 else dtype.itemsize
+    bytes_per_row = vocab_size * (4 + (max(4, more) if softmax == "torch" else more))
     if bytes_per_row > max_logits_bytes:
         raise ValueError(
             f"max_logits_mib leaves a chunk {max_logits_bytes / 2**20:g} MiB, but the logits of one token of"

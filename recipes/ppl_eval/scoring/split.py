@@ -49,6 +49,7 @@ def split_model(
     device: torch.device,
     *,
     max_logits_bytes: int,
+    softmax: str = "exact",
     shard: bool = True,
     plan: Mapping[str, ParallelStyle] | None = None,
     reshard_after_forward: bool = True,
@@ -64,6 +65,7 @@ def split_model(
         mesh: what ``dims.build_mesh`` returned.
         device: where this rank computes.
         max_logits_bytes: see ``ScoringModel``.
+        softmax: see ``ScoringModel``.
         shard: False leaves parameters whole on every rank, loaded or not: weights that cannot be split.
         plan: a user's ``tensor_parallel_plan``, which takes the place of the built-in one.
         reshard_after_forward: see ``sharding.shard_model``.
@@ -74,6 +76,11 @@ def split_model(
         ValueError: if the model cannot be split so.
     """
     assert shard or not dims.tp_enabled
+    if softmax == "torch" and dims.tp_enabled and plan is None:
+        raise ValueError(
+            "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"
+            " softmax=exact or tensor_parallel_dim=1"
+        )
     slices: dict[str, sharding.Slice] = {}
     notes: list[str] = []
     tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None
@@ -88,7 +95,9 @@ def split_model(
     if cp_group is not None:
         context_parallel.split_attention(decoder, cp_group)
     vocab_group = tp_mesh.get_group() if tp_mesh is not None and plan is None else None
-    scorer = ScoringModel(decoder, max_logits_bytes, vocab_group=vocab_group, sequence_group=cp_group)
+    scorer = ScoringModel(
+        decoder, max_logits_bytes, softmax=softmax, vocab_group=vocab_group, sequence_group=cp_group
+    )
     if mesh is not None and shard and dims.fsdp_enabled:
         notes += sharding.shard_model(
             scorer,
