@@ -107,6 +107,11 @@ def test_shipped_names(config):
         yaml_files.find_config("smollm2/135M_pp")
 
 
+def test_torchs_softmax_needs_whole_rows(config):
+    with pytest.raises(ValueError, match="softmax is 'torch', which needs whole rows"):
+        read(config, "softmax=torch", "tensor_parallel_dim=2")
+
+
 def test_a_name_of_5000_characters_is_an_error_like_any_other():
     with pytest.raises(ValueError, match="no config is called 'aaa"):
         yaml_files.find_config("a" * 5000)

@@ -28,7 +28,10 @@ def weights_folder(cfg: Mapping[str, Any], notes: list[str]) -> Path:
         raise ValueError("checkpointer.checkpoint_dir is missing: the folder that holds the weights")
     folder = Path(str(cfg["checkpoint_dir"])).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"checkpointer.checkpoint_dir {folder} is not a folder")
+        hint = ""
+        if folder.parent.name == "models" and folder.name == "smollm2-135m":
+            hint = "; `ppl-eval fetch smollm2-135m` gets the demo model"
+        raise ValueError(f"checkpointer.checkpoint_dir {folder} is not a folder{hint}")
     epochs = {
         int(path.name.removeprefix("epoch_")): path
         for path in folder.glob("epoch_*")

@@ -200,6 +200,11 @@ def check(config: DictConfig) -> Settings:
     for name in SECTIONS:
         if values[name] is not None:
             _check_component(name, values[name])
+    if values["softmax"] == "torch" and values["tensor_parallel_dim"] > 1:
+        raise ValueError(
+            "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"
+            " softmax=exact or tensor_parallel_dim=1"
+        )
     values["aggregation"] = Aggregation(**aggregation)
     defaults = {name: key.default for name, key in KEYS.items() if key.default is not MISSING}
     defaults["aggregation"] = aggregation

@@ -75,7 +75,12 @@ def _by_host(hosts: Mapping[int, str]) -> str:
 
 
 def rank_ranges(ranks: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    """Write ranks, ascending, as ranges.
+
+    Example:
+        >>> rank_ranges([0, 1, 2, 5])
+        '0-2, 5'
+    """
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

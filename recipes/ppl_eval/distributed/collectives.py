@@ -76,6 +76,12 @@ def adaptive_aggregation(
 
     A mean of the ranks' means would weigh a rank with 1 token like one with a million.
 
+    Example:
+        Windows of 3, 1 and 0 tokens, with mean NLL 1, 5 and anything:
+
+        >>> adaptive_aggregation(np.array([1.0, 5.0, 9.0]), np.array([3, 1, 0]))
+        2.0
+
     Args:
         values_N: this rank's values, for example mean NLL of windows, nats; float64. May be empty.
         weights_N: their weights, for example scored tokens; whole numbers.

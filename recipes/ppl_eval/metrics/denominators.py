@@ -86,7 +86,12 @@ def window_sizes(plan: Plan, data: TokenData, first: int, last: int) -> tuple[In
 
 
 def sums_between(values: npt.NDArray[Any], begin_K: IntArray, end_K: IntArray) -> IntArray:
-    """Sum runs of values, [begin, end) each; runs ascend and do not overlap."""
+    """Sum runs of values, [begin, end) each; runs ascend and do not overlap.
+
+    Example:
+        >>> sums_between(np.array([1, 2, 3, 4]), np.array([0, 2]), np.array([2, 3])).tolist()
+        [3, 3]
+    """
     sums_K = np.zeros(len(begin_K), dtype=np.int64)
     first = 0
     while first < len(begin_K):

@@ -60,7 +60,12 @@ class WindowScores(NamedTuple):
 
 
 def to_fixed(values: FloatArray) -> int:
-    """Return the exact sum of float64 values, as an integer in units of 2^-96."""
+    """Return the exact sum of float64 values, as an integer in units of 2^-96.
+
+    Example:
+        >>> fixed_to_float(to_fixed(np.array([1e16, 1.0, -1e16])))
+        1.0
+    """
     magnitude = np.abs(values)
     assert np.all(magnitude < _LARGEST), (
         "a value of 2^62 or more, or one that is not finite, reached the totals"

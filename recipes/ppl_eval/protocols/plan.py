@@ -96,6 +96,17 @@ def make_plan(
         batch_size: windows of a batch.
         max_windows: keep only the first so many windows; None keeps all.
 
+    Example:
+        A document of 11 tokens in windows of 4, of which each scores all but its first token:
+
+        >>> from ppl_eval.protocols import disjoint
+        >>> plan = make_plan(disjoint(4, keep_tail=True), np.array([0, 11]), batch_size=2)
+        >>> windows = plan.windows(0, plan.num_windows)
+        >>> windows.score_start.tolist(), windows.stop.tolist()
+        ([1, 5, 9], [4, 8, 11])
+        >>> plan.num_batches, plan.expected_targets()
+        (2, 8)
+
     Raises:
         ValueError: if no document has a window.
     """

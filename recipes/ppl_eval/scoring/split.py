@@ -76,11 +76,6 @@ def split_model(
         ValueError: if the model cannot be split so.
     """
     assert shard or not dims.tp_enabled
-    if softmax == "torch" and dims.tp_enabled and plan is None:
-        raise ValueError(
-            "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"
-            " softmax=exact or tensor_parallel_dim=1"
-        )
     slices: dict[str, sharding.Slice] = {}
     notes: list[str] = []
     tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None

@@ -85,7 +85,12 @@ class TextCounter:
 
 
 def count_words(text: str, separator: str = "white_space") -> int:
-    """Count the words of a text; see ``TextCounter``."""
+    """Count the words of a text; see ``TextCounter``.
+
+    Example:
+        >>> count_words(" one  two "), count_words(" one  two ", "space")
+        (4, 3)
+    """
     counter = TextCounter(separator)
     counter.add(text)
     return counter.size().num_words
