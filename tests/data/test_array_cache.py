@@ -9,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.sources import tokens_of
 from helpers.texts import nasty_text
 from helpers.tiny_tokenizers import hard_bpe, hf_encoder, write_folder
+from ppl_eval.data import array_cache, input_files, text_files
 from ppl_eval.data.array_cache import ArrayWriter, open_array
 from ppl_eval.data.token_data import open_tokens
+
+ARRAYS = ("tokens", "offsets_D1", "token_bytes", "token_words", "num_bytes_D")
 
 
 def test_ids_that_do_not_fit_the_declared_vocabulary_are_refused(tmp_path: Path) -> None:
@@ -31,6 +35,64 @@ def test_an_array_takes_the_values_of_others(tmp_path: Path) -> None:
     whole.append(4)
     assert open_array(tmp_path, whole.close()).tolist() == [1, 2, 3, 4]
     assert [path.name for path in tmp_path.iterdir()] == ["w.bin"]
+
+
+def spoilt(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 0b101
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("is_stamped", [False, True])
+@pytest.mark.parametrize(("file", "at"), [("tokens.bin", 700), ("tokens_bytes.bin", 8), ("offsets.bin", 9)])
+def test_a_damaged_cache_is_made_anew_with_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    file: str,
+    at: int,
+    is_stamped: bool,
+) -> None:
+    """Two bits of ``tokens.bin`` gave another perplexity."""
+    if is_stamped:
+        monkeypatch.setattr(input_files, "_RACY_NS", 0)
+    text = tmp_path / "text.txt"
+    text.write_text(nasty_text(1, 400))
+    encoder = hf_encoder(tmp_path / "tokenizer")
+    cache = tmp_path / "cache"
+    good = {
+        name: np.array(getattr(tokens_of(text_files(str(text)), encoder, cache), name)) for name in ARRAYS
+    }
+    (folder,) = (path for path in cache.iterdir() if (path / "tokens.bin").is_file())
+    spoilt(folder / file, at)
+    again = tokens_of(text_files(str(text)), encoder, cache)
+    for name, expected in good.items():
+        np.testing.assert_array_equal(getattr(again, name), expected)
+    assert capfd.readouterr().err.count(f"{file} is damaged: the token cache is made anew") >= 1
+
+
+def test_damaged_descriptions_are_made_anew(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(nasty_text(1, 100))
+    encoder, cache = hf_encoder(tmp_path / "tokenizer"), tmp_path / "cache"
+    good = tokens_of(text_files(str(text)), encoder, cache)
+    (view,) = (cache / "views").iterdir()
+    (about,) = cache.glob("*/about.json")
+    for path in (view, about):
+        path.write_text(path.read_text().replace("1", "2"))
+        again = tokens_of(text_files(str(text)), encoder, cache)
+        assert again.fingerprint == good.fingerprint
+        assert again.tokens.tolist() == good.tokens.tolist()
+
+
+def test_sums_are_of_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_cache, "_BLOCK_BYTES", 10)
+    path = tmp_path / "a"
+    path.write_bytes(bytes(range(25)))
+    sums = array_cache.block_sums(path)
+    assert len(sums) == 3
+    spoilt(path, 24)
+    assert [a == b for a, b in zip(sums, array_cache.block_sums(path), strict=True)] == [True, True, False]
 
 
 JOB = """

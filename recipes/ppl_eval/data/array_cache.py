@@ -3,18 +3,23 @@
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from filelock import FileLock
 
 from ppl_eval.config.files import whole_folder, write_json
 
 ABOUT = "about.json"
 _FLUSH_VALUES = 1 << 18
+_BLOCK_BYTES = 1 << 24
+_HASH_THREADS = 4
 
 
 class ArrayWriter:
@@ -125,7 +130,7 @@ def key_of(facts: Any) -> str:
 
 
 def build_once(cache: Path, key: str, write: Callable[[Path], dict[str, Any]]) -> Path:
-    """Return the folder of a key; write it unless it is there already.
+    """Return the folder of a key; write it unless it is there already, whole and undamaged.
 
     Jobs that start together wait for the first; the lock dies with its process. What a killed job left behind
     is thrown away.
@@ -136,19 +141,62 @@ def build_once(cache: Path, key: str, write: Callable[[Path], dict[str, Any]]) -
         write: fills an empty folder; what it returns becomes its ``about.json``.
     """
     folder = cache / key
-    # A folder without its description is what a cleaner left of one that was whole.
-    if not (folder / ABOUT).is_file():
+    if not is_whole(folder):
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):
-            if not (folder / ABOUT).is_file():
+            if not is_whole(folder):
                 with whole_folder(folder) as half:
-                    write_json(half / ABOUT, write(half))
+                    about = write(half)
+                    files = sorted(path.name for path in half.iterdir())
+                    sums = {name: block_sums(half / name) for name in files}
+                    write_checked(half / ABOUT, {**about, "block_sums": sums})
     return folder
 
 
-def read_json(path: Path) -> Any:
-    """Return a JSON file's content, or None where there is none."""
+def is_whole(folder: Path) -> bool:
+    """Whether a folder that ``build_once`` wrote is there and every file in it is what was written.
+
+    All is read, by several threads, at the speed of memory or of the disk. A folder that is damaged is named
+    on stderr.
+    """
+    # A folder without its description is what a cleaner left of one that was whole.
+    about = read_checked(folder / ABOUT)
+    if about is None:
+        return False
+    for name, sums in about["block_sums"].items():
+        try:
+            found = block_sums(folder / name)
+        except OSError:
+            found = []
+        if found != sums:
+            print(f"{folder / name} is damaged: the token cache is made anew", file=sys.stderr, flush=True)
+            return False
+    return True
+
+
+def block_sums(path: Path) -> list[str]:
+    """Return the XXH3 hashes of a file's blocks."""
+    size = path.stat().st_size
+    if size == 0:
+        return []
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+
+    def block_sum(begin: int) -> str:
+        return xxhash.xxh3_128_hexdigest(content[begin : begin + _BLOCK_BYTES].data)
+
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        return list(threads.map(block_sum, range(0, size, _BLOCK_BYTES)))
+
+
+def write_checked(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON that ``read_checked`` recognises as whole."""
+    write_json(path, {"content": content, "sum": key_of(content)})
+
+
+def read_checked(path: Path) -> Any:
+    """Return what ``write_checked`` wrote, or None where there is none or it is damaged."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        return read["content"] if read["sum"] == key_of(read["content"]) else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ppl_eval.config.files import write_json
 from ppl_eval.data import array_cache
 from ppl_eval.data.sources import ALL, Content, EncodeRequest, Source, check_source
 
 # Part of every key: raise it when the files, the notes or the way a text is encoded change.
-_FORMAT = 5
+_FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,9 @@ def prepare_tokens(source: Source, request: EncodeRequest, cache: Path) -> Path:
     if stamp is None:
         view = _view(cache, {**asked, "folder": folder.name, "notes": content.notes})
     view.parent.mkdir(exist_ok=True)
-    write_json(view, {"folder": folder.name, "fingerprint": fingerprint, "notes": content.notes})
+    array_cache.write_checked(
+        view, {"folder": folder.name, "fingerprint": fingerprint, "notes": content.notes}
+    )
     return view
 
 
@@ -103,9 +104,9 @@ def open_tokens(view: Path) -> TokenData:
     Raises:
         ValueError: if one of them is gone or damaged.
     """
-    seen = array_cache.read_json(view)
+    seen = array_cache.read_checked(view)
     cache = view.parent.parent
-    about = None if seen is None else array_cache.read_json(cache / seen["folder"] / array_cache.ABOUT)
+    about = None if seen is None else array_cache.read_checked(cache / seen["folder"] / array_cache.ABOUT)
     if seen is None or about is None:
         raise ValueError(f"files of the token cache that {view} names are gone; run again to make them anew")
     folder = cache / seen["folder"]
@@ -146,5 +147,5 @@ def _key(facts: dict[str, Any]) -> str:
 
 
 def _is_whole(view: Path, cache: Path) -> bool:
-    seen = array_cache.read_json(view)
-    return seen is not None and (cache / seen["folder"] / array_cache.ABOUT).is_file()
+    seen = array_cache.read_checked(view)
+    return seen is not None and array_cache.is_whole(cache / seen["folder"])
