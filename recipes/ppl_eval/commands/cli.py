@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ppl_eval.commands.doctor_cli import add_doctor
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
 from ppl_eval.config.yaml_files import find_config, shipped_configs
 
@@ -14,10 +15,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits with 2 and one clear line when something is wrong."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.command(arguments)
+        code = arguments.command(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    if code:
+        sys.exit(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("fetch", help="get the demo model")
     fetch.add_argument("name", help="smollm2-135m")
     fetch.set_defaults(command=_fetch)
+
+    add_doctor(commands)
 
     quantize = commands.add_parser(
         "quantize", help="quantise a config's checkpoint, on any device, and write it"
