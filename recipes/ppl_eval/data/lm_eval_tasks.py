@@ -7,10 +7,12 @@ that is cut already.
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from jinja2 import UndefinedError
 
 from ppl_eval.data.documents import Part
 from ppl_eval.data.input_files import expand_paths, stamp_of
@@ -34,17 +36,23 @@ def lm_eval_task(task: str = "wikitext", paths: str | Sequence[str] | None = Non
         ValueError: if a path names no file; when it is read, if the task does not exist, is of another kind,
             cannot be downloaded, or divides by something else than words and bytes of a text.
     """
-    files = None if paths is None else expand_paths(paths)
+    named = None if paths is None else expand_paths(paths)
+    files = None if named is None else named.files
     # Another lm-eval may detokenise the same file in another way: no cache may take one for the other.
     parameters: dict[str, Any] = {"task": task, "lm_eval": version("lm_eval")}
-    if files is not None:
-        parameters["paths"] = [str(file) for file in files]
+    if named is not None:
+        parameters |= named.parameters()
     load = functools.cache(lambda: _load(task, files))
 
     def read_parts(notes: list[str]) -> Iterator[Part]:
+        notes += [] if named is None else named.notes()
         loaded = load()
         for doc in loaded.eval_docs:
-            yield _part(loaded, doc)
+            try:
+                part = _part(loaded, doc)
+            except (KeyError, TypeError, UndefinedError) as error:
+                raise _needs_other_fields(task, doc, error) from error
+            yield part
 
     return source_of_parts(
         "lm_eval_task", parameters, read_parts, lambda: None if files is None else stamp_of(files)
@@ -91,12 +99,23 @@ def _load(name: str, files: list[Path] | None) -> Any:
     try:
         task = manager.load([spec])["tasks"][name]
     except Exception as error:  # the hub's, the data set's and the template's errors have no common base
+        if files is not None:
+            raise _needs_other_fields(name, {"page": ""}, error) from error
         raise ValueError(
             f"lm-eval could not load its task {name!r}: {error}; without a network, give dataset.paths with "
             "local files (for tasks whose documents are pages, such as wikitext)"
         ) from error
     _check_kind(task)
     return task
+
+
+def _needs_other_fields(name: str, doc: Mapping[str, Any], error: Exception) -> ValueError:
+    return ValueError(
+        f"lm-eval's task {name!r} could not be loaded from dataset.paths or read its documents, whose fields "
+        f"are {', '.join(doc)} ({type(error).__name__}: {error}). Local files are pages: splits train, "
+        "validation and test of documents with the one field 'page', as the task wikitext has them. Leave "
+        "dataset.paths out, or score your files with ppl_eval.data.text_files"
+    )
 
 
 def _check_kind(task: Any) -> None:

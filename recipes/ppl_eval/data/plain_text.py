@@ -1,6 +1,7 @@
 """Plain text files: decoded strictly, in flat memory, and cut into documents."""
 
 import codecs
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,23 +10,74 @@ from ppl_eval.data.input_files import open_binary
 
 UNITS = ("file", "line", "blank_line")
 _BLOCK_BYTES = 1 << 20
+_LONE_RETURN = re.compile("\r(?!\n)")
 
 
-def plain_parts(file: Path, unit: str) -> Iterator[Part]:
+class LineEnds:
+    """Counts line ends that are not bare line feeds, over the files of a source.
+
+    Attributes:
+        crlf_files: files of which CRLF line ends were taken off.
+        lone_files: files with a carriage return that no line feed follows.
+    """
+
+    def __init__(self) -> None:
+        self.crlf_files = self.lone_files = 0
+
+    def watch(self, text: Iterator[str]) -> Iterator[str]:
+        """Pass on a file's text, in blocks that do not end between CR and LF."""
+        has_lone = False
+        for block in whole_line_ends(text):
+            has_lone = has_lone or ("\r" in block and _LONE_RETURN.search(block) is not None)
+            yield block
+        self.lone_files += has_lone
+
+    def notes(self, unit: str) -> list[str]:
+        """Return what a reader of the result must know."""
+        notes = []
+        if self.crlf_files:
+            notes.append(
+                f"{self.crlf_files} files have CRLF line ends; with unit={unit} they end lines as LF does, and no "
+                "carriage return of theirs is scored"
+            )
+        if self.lone_files:
+            notes.append(
+                f"{self.lone_files} files have carriage returns without a line feed (line ends of old Macs?); "
+                "they end no line and are scored"
+            )
+        return notes
+
+
+def plain_parts(file: Path, unit: str, line_ends: LineEnds) -> Iterator[Part]:
     """Read the documents of a file; ``unit`` is one of ``UNITS``."""
     if unit == "line":
-        yield from _lines(file)
+        yield from _lines(file, line_ends)
     elif unit == "blank_line":
-        yield from _paragraphs(file)
+        yield from _paragraphs(file, line_ends)
     else:
-        for text in decoded(file):
+        for text in line_ends.watch(decoded(file)):
             yield Part(text, is_last=False)
         yield Part("")
 
 
-def _lines(file: Path) -> Iterator[Part]:
+def whole_line_ends(blocks: Iterator[str]) -> Iterator[str]:
+    """Pass on text in blocks none of which ends with a carriage return, except at the end of the text."""
+    held = ""
+    for block in blocks:
+        text = held + block
+        held = "\r" if text.endswith("\r") else ""
+        yield text.removesuffix(held) if held else text
+    if held:
+        yield held
+
+
+def _lines(file: Path, line_ends: LineEnds) -> Iterator[Part]:
     rest = ""
-    for text in decoded(file):
+    has_crlf = False
+    for text in line_ends.watch(decoded(file)):
+        if "\r\n" in text:
+            has_crlf = True
+            text = text.replace("\r\n", "\n")  # noqa: PLW2901
         # Only line feeds end a line: str.splitlines would also cut at form feeds and at Unicode separators.
         *lines, rest = text.split("\n")
         yield from map(Part, lines)
@@ -33,13 +85,14 @@ def _lines(file: Path) -> Iterator[Part]:
             yield Part(rest, is_last=False)
     if rest:
         yield Part("")
+    line_ends.crlf_files += has_crlf
 
 
-def _paragraphs(file: Path) -> Iterator[Part]:
+def _paragraphs(file: Path, line_ends: LineEnds) -> Iterator[Part]:
     lines: list[str] = []
     num_chars = 0
     glue = ""
-    for line in documents_of(_lines(file)):
+    for line in documents_of(_lines(file, line_ends)):
         if line.strip():
             lines.append(line)
             num_chars += len(line)

@@ -5,10 +5,11 @@ line must be named by its number, and because readers made for data frames turn 
 "007" into something else.
 """
 
+import codecs
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,35 @@ class _Bad(ValueError):
     """A row that cannot be scored."""
 
 
+class _Doubled(dict[str, Any]):
+    """A JSON object in which keys occur more than once; the last value of each is kept.
+
+    Attributes:
+        doubled: these keys.
+    """
+
+    doubled: frozenset[str]
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) == len(pairs):
+        return row
+    keys = [key for key, _ in pairs]
+    doubled = _Doubled(row)
+    doubled.doubled = frozenset(key for key in keys if keys.count(key) > 1)
+    return doubled
+
+
+def _refuse_doubled_columns(names: Sequence[str], name: str, read: Iterable[str]) -> None:
+    for wanted in read:
+        if names.count(wanted) > 1:
+            raise ValueError(
+                f"{name} has {names.count(wanted)} columns named {wanted!r}; which of them is meant is not "
+                "clear: rename all but one"
+            )
+
+
 def read_table(file: Path, kind: str, columns: Columns, notes: list[str]) -> Iterator[Part]:
     """Read the texts of a table, one document a row.
 
@@ -61,7 +91,7 @@ def read_table(file: Path, kind: str, columns: Columns, notes: list[str]) -> Ite
     if kind in (".jsonl", ".json"):
         rows = _json_rows(file, kind)
     elif kind == ".csv":
-        rows = _csv_rows(file)
+        rows = _csv_rows(file, columns)
     else:
         rows = _binary_rows(file, kind.removeprefix("."), columns)
     return _parts(rows, str(file), columns, notes)
@@ -149,6 +179,8 @@ def _part_of(row: Any, where: str, columns: Columns) -> Part:
             raise _Bad(
                 f"dataset.{key} is {name!r}, which {where} does not have; it has: {', '.join(map(str, row))}"
             )
+        if isinstance(row, _Doubled) and name in row.doubled:
+            raise _Bad(f"{where} has the key {name!r} more than once; which value is meant is not clear")
     text = row[columns.text]
     if not isinstance(text, str):
         raise _Bad(
@@ -172,9 +204,9 @@ def _shown(value: Any) -> str:
 def _json_rows(file: Path, kind: str) -> Iterator[tuple[str, Any]]:
     with open_binary(file) as binary:
         # Many files called .json are JSON lines; a list begins with a bracket.
-        if kind == ".json" and binary.peek(1 << 10).lstrip()[:1] == b"[":
+        if kind == ".json" and _begin(binary) == b"[":
             try:
-                rows = json.loads(binary.read())
+                rows = json.loads(binary.read(), object_pairs_hook=_object_of)
             except ValueError as error:
                 raise ValueError(f"{file} is no JSON: {error}") from error
             for number, row in enumerate(rows, start=1):
@@ -185,12 +217,17 @@ def _json_rows(file: Path, kind: str) -> Iterator[tuple[str, Any]]:
                 continue
             where = f"{file} line {number}"
             try:
-                yield where, json.loads(line)
+                yield where, json.loads(line, object_pairs_hook=_object_of)
             except ValueError as error:
                 yield where, _Bad(f"{where} is no JSON ({error}): {_shown(line)}")
 
 
-def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
+def _begin(binary: io.BufferedReader) -> bytes:
+    """Return the first byte that is neither white space nor of a byte order mark."""
+    return binary.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+
+
+def _csv_rows(file: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(_LARGEST_FIELD)
     with open_binary(file) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, strict=True)
@@ -208,6 +245,7 @@ def _csv_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 continue
             if header is None:
                 header = fields
+                _refuse_doubled_columns(header, f"{file} (by its first line)", columns.names())
             elif fields and len(fields) != len(header):
                 yield where, _Bad(f"{where} has {len(fields)} fields, the first line has {len(header)}")
             elif fields:
@@ -219,10 +257,27 @@ def _binary_rows(file: Path, kind: str, columns: Columns) -> Iterator[tuple[str,
     import pyarrow
 
     try:
+        names = _column_names(file, kind)
+        # The library cannot read a table with any two of one name.
+        _refuse_doubled_columns(names, str(file), dict.fromkeys(names))
         rows = datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
         yield from _batched_rows(rows, str(file), columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file} is no whole {kind.capitalize()} file: {error}") from error
+
+
+def _column_names(file: Path, kind: str) -> list[str]:
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    if kind == "parquet":
+        return parquet.read_schema(file).names
+    with pyarrow.memory_map(str(file)) as mapped:
+        try:
+            return ipc.open_stream(mapped).schema.names
+        except pyarrow.ArrowInvalid:
+            mapped.seek(0)
+            return ipc.open_file(mapped).schema.names
 
 
 def _batched_rows(rows: Any, name: str, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:

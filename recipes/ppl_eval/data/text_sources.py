@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval.data.documents import Part, digest_of, documents_of
-from ppl_eval.data.input_files import expand_paths, stamp_of
-from ppl_eval.data.plain_text import UNITS, plain_parts
+from ppl_eval.data.input_files import (
+    COMPRESSED,
+    expand_paths,
+    notes_on_shared_files,
+    stamp_of,
+)
+from ppl_eval.data.plain_text import UNITS, LineEnds, plain_parts
 from ppl_eval.data.sources import Content, EncodeRequest, Written
 from ppl_eval.data.tables import TABLES, Columns, load_named, load_saved, read_table, rows_of
 from ppl_eval.data.tokenize import write_text_tokens
@@ -68,6 +73,7 @@ class TextSource:
                 for part in source.parts(own):
                     yield part._replace(domain=name)
                 notes += [f"{name}: {note}" for note in own]
+            notes += notes_on_shared_files({name: s.parameters.get("paths", ()) for name, s in sources.items()})
 
         def stamp() -> Any:
             stamps = {name: source.stamp() for name, source in sources.items()}
@@ -132,7 +138,8 @@ def text_files(
     _check_choice("unit", unit, UNITS)
     _check_choice("bad_lines", bad_lines, BAD_LINES)
     columns = Columns(column or "text", domain_column, skip_bad=bad_lines == "skip")
-    files = expand_paths(paths)
+    named = expand_paths(paths)
+    files = named.files
     tables = [_table_of(file) for file in files]
     for file, table in zip(files, tables, strict=True):
         if (column is not None or domain_column is not None) and table is None:
@@ -146,13 +153,16 @@ def text_files(
             )
 
     def read_parts(notes: list[str]) -> Iterator[Part]:
+        notes += named.notes()
+        line_ends = LineEnds()
         for file, table in zip(files, tables, strict=True):
             if table is None:
-                yield from plain_parts(file, unit)
+                yield from plain_parts(file, unit, line_ends)
             else:
                 yield from read_table(file, table, columns, notes)
+        notes += line_ends.notes(unit)
 
-    parameters: dict[str, Any] = {"paths": [str(file) for file in files]}
+    parameters = named.parameters()
     if any(table is None for table in tables):
         parameters["unit"] = unit
     if any(tables):
@@ -224,6 +234,6 @@ def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def _table_of(file: Path) -> str | None:
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in (".gz", ".zst"):
+    if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes and suffixes[-1] in TABLES else None
