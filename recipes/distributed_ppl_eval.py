@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ppl_eval.config.settings import KEYS, Settings, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
-from ppl_eval.distributed.process import Stop, connect
+from ppl_eval.distributed.process import Stop, connect, launch_notes
 from ppl_eval.distributed.rendezvous import World, environment_facts, meet
 
 # torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config must show
@@ -180,7 +180,11 @@ class DistributedPPLEvalRecipe:
         verdict, model_notes = load.match_family(decoder, checkpoint, settings)
         inputs = read_inputs(settings, self.world)
         load.check_fit(decoder, inputs.protocol.max_seq_len, inputs.encoder.vocab_size)
-        notes = (*checkpoint.notes, *([seed_note] if seed_note else []), *model_notes, *inputs.notes)
+        launched = launch_notes(os.environ, len(self.world.nodes), self.world.world_size)
+        for note in launched:
+            self._log_rank_zero(f"note: {note}")
+        seed_notes = [seed_note] if seed_note else []
+        notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes)
         self._log_rank_zero(
             f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
             f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"

@@ -113,7 +113,8 @@ def open_array(folder: Path, description: dict[str, Any]) -> npt.NDArray[Any]:
         stat = path.stat()
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; run again to make it anew") from error
-    changed = "mtime_ns" in description and stat.st_mtime_ns != description["mtime_ns"]
+    # A user's own file is described with what cannot stay the same when it is replaced.
+    changed = any(getattr(stat, key) != value for key, value in description.items() if key.startswith("st_"))
     if changed or stat.st_size < begin + length * dtype.itemsize:
         raise ValueError(
             f"{path} is not what it was when it was read first ({stat.st_size} bytes); delete {folder} and "

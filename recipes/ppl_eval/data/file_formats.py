@@ -9,8 +9,8 @@ NPY = b"\x93NUMPY"
 
 _UNPACK = "unpack it first"
 _SAVE_IDS = "save its ids as one array with numpy.save for ppl_eval.data.token_files"
-# The first bytes of a form, its name, and what to do. All of them are long enough that no stream of ids and no
-# text begins with them by accident.
+# The first bytes of a form, its name, and what to do. All of them are long enough that no stream of ids and
+# no text begins with them by accident.
 _MAGICS = (
     (b"\x28\xb5\x2f\xfd", "zstd data", f"{_UNPACK} (`zstd -d`), or give text a name that ends in .zst"),
     (b"\xfd7zXZ\0", "xz data", f"{_UNPACK} (`xz -d`)"),

@@ -75,8 +75,8 @@ def _patterns(paths: Any, key: str) -> list[str]:
         if not isinstance(pattern, (str, os.PathLike)) or not str(pattern).strip():
             where = key if len(paths) == 1 else f"{key}[{at}]"
             raise ValueError(
-                f"{where} is {pattern!r}; it must be the name of a file or a glob (in quotes where YAML would "
-                "read a number)"
+                f"{where} is {pattern!r}; it must be the name of a file or a glob (in quotes where YAML "
+                "would read a number)"
             )
     return [str(pattern) for pattern in paths]
 

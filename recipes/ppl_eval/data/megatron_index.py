@@ -32,15 +32,23 @@ def read_index(index: Path, path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.i
         raise ValueError(
             f"{index} has version {version} and type code {code}; known are version 1 and {_DTYPES}"
         )
-    if len(content) < _HEAD.size + 12 * num_sequences + 8 * num_bounds:
+    expected = _HEAD.size + 12 * num_sequences + 8 * num_bounds
+    # Multimodal data has a byte a sequence behind it, which says what kind it is: 0 is text.
+    modes = content[expected:]
+    if len(content) < expected or len(modes) not in (0, num_sequences):
         raise ValueError(
-            f"{index} is cut off: {len(content)} bytes for {num_sequences} sequences, {num_bounds} bounds"
+            f"{index} has {len(content)} bytes for {num_sequences} sequences and {num_bounds} document "
+            f"bounds, which take {expected}; it is cut off or damaged"
         )
+    if any(modes):
+        raise ValueError(f"{index} names sequences that are not text, which is not supported")
     dtype = np.dtype(_DTYPES[code])
     lengths = np.frombuffer(content, np.int32, num_sequences, _HEAD.size).astype(np.int64)
     pointers = np.frombuffer(content, np.int64, num_sequences, _HEAD.size + 4 * num_sequences)
     bounds = np.frombuffer(content, np.int64, num_bounds, _HEAD.size + 12 * num_sequences)
     ends = np.cumsum(lengths)
+    if (lengths < 0).any():
+        raise ValueError(f"{index} names a sequence of {lengths.min()} ids; it is damaged")
     if not np.array_equal(pointers, (ends - lengths) * dtype.itemsize):
         raise ValueError(
             f"{index} names sequences that do not lie back to back in {path.name}; that is not supported"
@@ -51,7 +59,9 @@ def read_index(index: Path, path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.i
         raise ValueError(
             f"{path} has {size} bytes, but {index.name} says {num_tokens} ids of {dtype}; one is damaged"
         )
-    if num_bounds == 0 or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+    # Range before order: a difference of two wild bounds may overflow into a harmless one.
+    within = num_bounds > 0 and bounds.min() >= 0 and bounds.max() <= num_sequences
+    if not within or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
         raise ValueError(
             f"{index} has document bounds that do not run from 0 to {num_sequences}; it is damaged"
         )

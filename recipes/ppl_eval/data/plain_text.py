@@ -37,13 +37,13 @@ class LineEnds:
         notes = []
         if self.crlf_files:
             notes.append(
-                f"{self.crlf_files} files have CRLF line ends; with unit={unit} they end lines as LF does, and no "
-                "carriage return of theirs is scored"
+                f"{self.crlf_files} files have CRLF line ends; with unit={unit} they end lines as LF does, "
+                "and their carriage returns are not scored"
             )
         if self.lone_files:
             notes.append(
-                f"{self.lone_files} files have carriage returns without a line feed (line ends of old Macs?); "
-                "they end no line and are scored"
+                f"{self.lone_files} files have carriage returns without a line feed (line ends of old "
+                "Macs?); they end no line and are scored"
             )
         return notes
 
@@ -77,7 +77,7 @@ def _lines(file: Path, line_ends: LineEnds) -> Iterator[Part]:
     for text in line_ends.watch(decoded(file)):
         if "\r\n" in text:
             has_crlf = True
-            text = text.replace("\r\n", "\n")  # noqa: PLW2901
+            text = text.replace("\r\n", "\n")
         # Only line feeds end a line: str.splitlines would also cut at form feeds and at Unicode separators.
         *lines, rest = text.split("\n")
         yield from map(Part, lines)

@@ -73,7 +73,9 @@ class TextSource:
                 for part in source.parts(own):
                     yield part._replace(domain=name)
                 notes += [f"{name}: {note}" for note in own]
-            notes += notes_on_shared_files({name: s.parameters.get("paths", ()) for name, s in sources.items()})
+            notes += notes_on_shared_files(
+                {name: s.parameters.get("paths", ()) for name, s in sources.items()}
+            )
 
         def stamp() -> Any:
             stamps = {name: source.stamp() for name, source in sources.items()}

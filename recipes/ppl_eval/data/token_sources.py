@@ -1,5 +1,5 @@
-"""Token files that were made elsewhere: flat ``.bin`` as nanoGPT writes them, ``.bin`` with ``.idx`` as
-Megatron does.
+"""Token files that were made elsewhere: bare ids as nanoGPT writes them, or any of the forms of
+``token_layouts``.
 
 They are mapped where they lie, never copied (only several files of one run have to become one), and every id
 is checked against the vocabulary before a model sees it.
@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ppl_eval.data.array_cache import ArrayWriter
-from ppl_eval.data.input_files import expand_paths, places_of, stamp_of
-from ppl_eval.data.megatron_index import read_index
+from ppl_eval.data.input_files import expand_paths, notes_on_shared_files, places_of, stamp_of
 from ppl_eval.data.sources import ALL, Content, EncodeRequest, Written
+from ppl_eval.data.token_layouts import Layout, WidthCheck, bare_layout, index_of, stated_layout
+from ppl_eval.data.tokenize import token_dtype
 from ppl_eval.tokenization.tokenizer import TextEncoder
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
@@ -35,9 +36,10 @@ class TokenSource:
         name: the factory's name.
         parameters: what it was called with, for the result.
         files: the domain and path of each file.
-        dtype: type of the ids in files without an index; None for the smallest that holds the vocabulary.
+        dtype: type of the ids in files that do not state it; None for the smallest that holds the vocabulary.
         separator: id that ends a document in files without an index, or ``eos``; None where a file is one
             document.
+        notes: what a reader of the result must know about the files.
     """
 
     name: str
@@ -45,6 +47,7 @@ class TokenSource:
     files: tuple[tuple[str, Path], ...]
     dtype: str | None
     separator: int | str | None
+    notes: tuple[str, ...] = ()
 
     def stamp(self) -> Any:
         """Return a stamp of the files and their indices."""
@@ -63,9 +66,18 @@ class TokenSource:
         num_with_bos = num_documents = 0
         for domain, path in self.files:
             mapped = self._map(path, request.encoder)
+            width = WidthCheck(request.encoder.vocab_size)
             for begin, block in _blocks(mapped.tokens):
                 _check_ids(mapped, begin, block, request.encoder.vocab_size)
                 tokens_sha.update(block.astype("<u4").tobytes())
+                if mapped.is_guess:
+                    width.add(block)
+            if width.is_ambiguous():
+                raise ValueError(
+                    f"{path} does not state the type of its ids. They fit {mapped.tokens.dtype}, but every "
+                    "second one is zero or nearly, as in a file of a wider type; give dataset.dtype "
+                    f"({', '.join(DTYPES)})"
+                )
             begin = 0
             for ends in self._document_ends(mapped, request.encoder):
                 heads = np.concatenate([[begin], ends[:-1]]).astype(np.int64)
@@ -76,7 +88,7 @@ class TokenSource:
                 begin = int(ends[-1])
             bounds_sha.update(domain.encode() + b"\0")
         facts = {"tokens_sha256": tokens_sha.hexdigest(), "boundaries_sha256": bounds_sha.hexdigest()}
-        notes = _bos_notes(request, num_with_bos, num_documents)
+        notes = [*self.notes, *_bos_notes(request, num_with_bos, num_documents)]
         if len(self.files) > 1:
             notes.append(
                 f"{len(self.files)} token files were copied into one; a single file is mapped where it lies"
@@ -112,7 +124,8 @@ class TokenSource:
             if request.join is not None:
                 offsets.append(base)
                 domain_column.append(index)
-        tokens = _in_place(files[0]) if len(files) == 1 else _copy(folder, files)
+        in_place = len(files) == 1 and files[0].tokens.dtype.isnative
+        tokens = _in_place(files[0]) if in_place else _copy(folder, files, token_dtype(request))
         if places_of(self._all_files()) != content.places:
             raise ValueError("the token files of the dataset changed while they were read; run again")
         arrays = {"tokens": tokens, "offsets": offsets.close(), "domain": domain_column.close()}
@@ -130,27 +143,29 @@ class TokenSource:
             )
         files = tuple((name, path) for name, source in sources.items() for _, path in source.files)
         parameters = {"sources": {name: source.parameters for name, source in sources.items()}}
-        return TokenSource("domains", parameters, files, self.dtype, self.separator)
+        notes = [f"{name}: {note}" for name, source in sources.items() for note in source.notes]
+        notes += notes_on_shared_files(
+            {name: [str(path) for _, path in source.files] for name, source in sources.items()}
+        )
+        return TokenSource("domains", parameters, files, self.dtype, self.separator, tuple(notes))
 
     def _all_files(self) -> list[Path]:
-        indices = [path.with_suffix(".idx") for _, path in self.files]
-        return [*(path for _, path in self.files), *(path for path in indices if path.is_file())]
+        indices = [index_of(path) for _, path in self.files]
+        return [*(path for _, path in self.files), *(index for index in indices if index is not None)]
 
     def _map(self, path: Path, encoder: TextEncoder) -> "_Mapped":
-        index = path.with_suffix(".idx")
-        if index.is_file() and index != path:
-            dtype, ends = read_index(index, path)
-            return _Mapped(path, np.memmap(path, dtype=dtype, mode="r"), ends)
-        dtype = np.dtype(self.dtype or ("uint16" if encoder.vocab_size <= 1 << 16 else "uint32"))
-        size = path.stat().st_size
-        if size == 0:
-            raise ValueError(f"{path} is empty")
-        if size % dtype.itemsize:
+        stated = stated_layout(path)
+        if stated is None:
+            dtype = np.dtype(self.dtype or ("uint16" if encoder.vocab_size <= 1 << 16 else "uint32"))
+            return _opened(path, bare_layout(path, dtype), is_guess=self.dtype is None)
+        if self.dtype is not None and stated.dtype.newbyteorder("=") != self.dtype:
             raise ValueError(
-                f"{path} has {size} bytes, which is no whole number of {dtype} ids; it is cut off, or "
-                "dataset.dtype is another"
+                f"dataset.dtype is {self.dtype}, but {path} states that its ids are {stated.dtype}; leave "
+                "dtype out"
             )
-        return _Mapped(path, np.memmap(path, dtype=dtype, mode="r"), None)
+        if stated.length == 0:
+            raise ValueError(f"{path} is empty")
+        return _opened(path, stated)
 
     def _document_ends(self, mapped: "_Mapped", encoder: TextEncoder) -> Iterator[npt.NDArray[np.int64]]:
         """Yield where the documents of a file end, ascending, some at a time."""
@@ -180,11 +195,19 @@ class TokenSource:
 
 @dataclass(frozen=True)
 class _Mapped:
-    """An opened token file: its ids, and where documents end if an index says so."""
+    """An opened token file: its ids and where they begin, where documents end if an index says so, and
+    whether their type is a guess."""
 
     path: Path
     tokens: Ids
+    begin_bytes: int
     ends: npt.NDArray[np.int64] | None
+    is_guess: bool
+
+
+def _opened(path: Path, layout: Layout, is_guess: bool = False) -> _Mapped:
+    tokens = np.memmap(path, layout.dtype, "r", layout.begin_bytes, (layout.length,))
+    return _Mapped(path, tokens, layout.begin_bytes, layout.ends, is_guess)
 
 
 def token_files(
@@ -192,13 +215,14 @@ def token_files(
 ) -> TokenSource:
     """Files of token ids.
 
-    A ``.bin`` with a Megatron ``.idx`` beside it has type and document boundaries from there. Any other file
-    is ids and nothing else, as nanoGPT writes them.
+    A ``.bin`` with a Megatron ``.idx`` beside it has type and document boundaries from there; ``.npy`` and
+    the ``.bin`` of llm.c and modded-nanogpt state their type. Any other file is ids and nothing else, as
+    nanoGPT writes them.
 
     Args:
-        paths: ``.bin`` files or globs.
-        dtype: type of the ids in a file without an index, one of ``DTYPES``; null takes uint16 where the
-            vocabulary fits in it, else uint32.
+        paths: files or globs.
+        dtype: type of the ids in a file that does not state it, one of ``DTYPES``; null takes uint16 where
+            the vocabulary fits in it, else uint32, and refuses a file that may be of a wider type.
         separator: id of the token that ends each document (it stays the document's last token), or ``eos``;
             null makes a file without an index one document.
 
@@ -209,9 +233,10 @@ def token_files(
         raise ValueError(f"dataset.dtype is {dtype!r}; allowed: {', '.join(DTYPES)}, or null")
     if not (separator is None or separator == "eos" or (type(separator) is int and separator >= 0)):
         raise ValueError(f"dataset.separator is {separator!r}; it must be a token id, eos, or null")
-    files = expand_paths(paths)
-    parameters = {"paths": [str(file) for file in files], "dtype": dtype, "separator": separator}
-    return TokenSource("token_files", parameters, tuple((ALL, file) for file in files), dtype, separator)
+    named = expand_paths(paths)
+    parameters = {**named.parameters(), "dtype": dtype, "separator": separator}
+    files = tuple((ALL, file) for file in named.files)
+    return TokenSource("token_files", parameters, files, dtype, separator, tuple(named.notes()))
 
 
 def _bos_notes(request: EncodeRequest, num_with_bos: int, num_documents: int) -> list[str]:
@@ -230,19 +255,23 @@ def _bos_notes(request: EncodeRequest, num_with_bos: int, num_documents: int) ->
 
 
 def _in_place(mapped: _Mapped) -> dict[str, Any]:
+    at = mapped.path.stat()
     return {
         "file": str(mapped.path.resolve()),
         "dtype": mapped.tokens.dtype.name,
+        "begin_bytes": mapped.begin_bytes,
         "length": len(mapped.tokens),
-        "mtime_ns": mapped.path.stat().st_mtime_ns,
+        "st_ino": at.st_ino,
+        "st_mtime_ns": at.st_mtime_ns,
+        "st_ctime_ns": at.st_ctime_ns,
     }
 
 
-def _copy(folder: Path, files: list[_Mapped]) -> dict[str, Any]:
-    tokens = ArrayWriter(folder / "tokens.bin", np.result_type(*(mapped.tokens.dtype for mapped in files)))
+def _copy(folder: Path, files: list[_Mapped], dtype: npt.DTypeLike) -> dict[str, Any]:
+    tokens = ArrayWriter(folder / "tokens.bin", dtype)
     for mapped in files:
         for _, block in _blocks(mapped.tokens):
-            tokens.extend(block)
+            tokens.extend(block.astype(np.int64))
     return tokens.close()
 
 

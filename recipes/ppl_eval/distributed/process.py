@@ -6,6 +6,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -99,6 +100,29 @@ def wait_for(process: Process, key: str, what: str, give_up_after: float = float
                     flush=True,
                 )
     return True
+
+
+def launch_notes(env: Mapping[str, str], num_nodes: int, world_size: int) -> list[str]:
+    """Return a note where the launcher started more than this run consists of: each part of the job then scores
+    everything by itself.
+
+    Args:
+        env: the environment.
+        num_nodes: nodes of the run.
+        world_size: processes of the run.
+    """
+    # A step's own numbers first: a job may run one evaluation on each of its nodes on purpose.
+    node_names = ("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    process_names = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    started = [(name, "nodes", num_nodes) for name in node_names if env.get(name)][:1]
+    started += [(name, "processes", world_size) for name in process_names if env.get(name)]
+    for name, kind, here in started:
+        if env[name].isdecimal() and int(env[name]) > here:
+            return [
+                f"the launcher started {env[name]} {kind} ({name}), but this run has {here}: without a common "
+                "rendezvous each scores everything by itself (docs/multinode.md says how to launch one run)"
+            ]
+    return []
 
 
 def connect(timeout_seconds: float) -> Process:

@@ -15,25 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ppl_eval.tokenization import text_spans
+from ppl_eval.tokenization.cuttable import why_one_call
 from ppl_eval.tokenization.text_spans import TextSpans
 
 Ids = npt.NDArray[np.int64]
 Encode = Callable[[str], Ids]
-
-# Pre-tokenizers that scan a text from left to right and remember nothing at a boundary.
-_MEMORYLESS = frozenset(
-    {
-        "BertPreTokenizer",
-        "ByteLevel",
-        "Digits",
-        "Metaspace",
-        "Punctuation",
-        "Sequence",
-        "Split",
-        "UnicodeScripts",
-    }
-    | {"Whitespace", "WhitespaceSplit", "CharDelimiterSplit"}
-)
 
 
 @dataclass(frozen=True)
@@ -154,7 +140,7 @@ def encoding_of(tokenizer: Any, config: Mapping[str, Any]) -> Encoding:
         inner.no_padding()
         description = json.loads(inner.to_str())
         spans = partial(text_spans.spans_of_hf, inner, description)
-        return Encoding(partial(encode_hf, inner), one_call=_why_one_call(description), spans=spans)
+        return Encoding(partial(encode_hf, inner), one_call=why_one_call(description), spans=spans)
     if kind == "sentencepiece":
         processor = tokenizer._spm_model.spm_model
         return Encoding(
@@ -176,24 +162,6 @@ def encoding_of(tokenizer: Any, config: Mapping[str, Any]) -> Encoding:
     if "_component_" in config:
         encode = partial(encode_configured, json.dumps(dict(config)))
     return Encoding(encode, one_call=reason, spans=spans_of)
-
-
-def _why_one_call(description: dict[str, Any]) -> str | None:
-    """Return what in a tokenizer.json forbids cutting: an encoder that is not greedy, or a scan that counts
-    from the head of the text.
-    """
-    model = description["model"]
-    if model.get("dropout"):
-        return "its merges are dropped at random"
-    if model["type"] == "Unigram":
-        return "a unigram model weighs the whole text at once"
-    pending = [description["pre_tokenizer"]] if description["pre_tokenizer"] else []
-    while pending:
-        step = pending.pop()
-        if step["type"] not in _MEMORYLESS:
-            return f"its pre-tokenizer {step['type']} may count from the head of the text"
-        pending += step.get("pretokenizers", [])
-    return None
 
 
 def _why_one_call_sentencepiece(processor: Any) -> str | None:
