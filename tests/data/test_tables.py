@@ -77,3 +77,61 @@ def test_columns_of_other_types_are_refused(tmp_path: Path) -> None:
     source = text_files(str(tmp_path / "a.parquet"), column="b", bad_lines="skip")
     assert [part.text for part in source.parts(notes)] == ["x"]
     assert "1 of 2 rows" in notes[0]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.csv"
+    path.write_text("text,text\na,b\n")
+    with pytest.raises(ValueError, match=r"twice\.csv .* has 2 columns named 'text'.*rename"):
+        list(text_files(str(path), bad_lines="skip").read())
+    path.write_text("kind,text,kind\na,b,c\n")
+    with pytest.raises(ValueError, match="2 columns named 'kind'"):
+        list(text_files(str(path), domain_column="kind").read())
+    # Columns that are not read may have any names, such as the empty ones of a data frame's index.
+    path.write_text(",text,\n1,b,2\n")
+    assert list(text_files(str(path)).read()) == ["b"]
+
+
+def test_a_json_object_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    for name, content in (
+        ("a.jsonl", '{"text": "ok"}\n{"text": "a", "text": "b"}\n'),
+        ("a.json", '[{"text": "ok"}, {"text": "a", "text": "b"}]'),
+    ):
+        path = tmp_path / name
+        path.write_text(content)
+        with pytest.raises(ValueError, match=rf"{name} (line|row) 2 has the key 'text' more than once"):
+            list(text_files(str(path)).read())
+        notes: list[str] = []
+        assert [part.text for part in text_files(str(path), bad_lines="skip").parts(notes)] == ["ok"]
+        assert "1 of 2 rows" in notes[0]
+    path.write_text('[{"text": "a", "id": 1, "id": 2, "meta": {"text": 1, "text": 2}}]')
+    assert list(text_files(str(path)).read()) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "stream.arrow"])
+def test_a_binary_table_with_two_columns_of_one_name_is_refused(tmp_path: Path, kind: str) -> None:
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    for names in (["text", "text", "x"], ["x", "x", "text"]):
+        table = pyarrow.Table.from_arrays([pyarrow.array([name]) for name in "abc"], names=names)
+        path = tmp_path / f"twice.{kind}"
+        if kind == "parquet":
+            parquet.write_table(table, path)
+        else:
+            new = ipc.new_stream if kind == "stream.arrow" else ipc.new_file
+            with pyarrow.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+                writer.write_table(table)
+        with pytest.raises(ValueError, match=rf"{path.name} has 2 columns named '{names[1]}'"):
+            list(text_files(str(path)).read())
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.csv"])
+def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path: Path, name: str) -> None:
+    content = {
+        "a.json": ' \n[{"text": "one"},\n {"text": "two"}]',
+        "a.jsonl": '{"text": "one"}\n{"text": "two"}\n',
+        "a.csv": "text\none\ntwo\n",
+    }[name]
+    (tmp_path / name).write_text("\ufeff" + content)
+    assert list(text_files(str(tmp_path / name)).read()) == ["one", "two"]

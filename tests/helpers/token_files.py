@@ -26,3 +26,11 @@ def write_megatron(path: Path, ids: np.ndarray, lengths: list[int], bounds: list
     )
     path.with_suffix(".idx").write_bytes(head + arrays)
     return str(path)
+
+
+def write_llm_c(path: Path, ids: np.ndarray = IDS, magic: int = 20240520, version: int = 1) -> str:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids)
+    dtype = "<u4" if magic == 20240801 else "<u2"
+    path.write_bytes(header.tobytes() + ids.astype(dtype).tobytes())
+    return str(path)

@@ -103,8 +103,8 @@ def wait_for(process: Process, key: str, what: str, give_up_after: float = float
 
 
 def launch_notes(env: Mapping[str, str], num_nodes: int, world_size: int) -> list[str]:
-    """Return a note where the launcher started more than this run consists of: each part of the job then scores
-    everything by itself.
+    """Return a note where the launcher started more than this run consists of: each part of the job then
+    scores everything by itself.
 
     Args:
         env: the environment.
@@ -120,7 +120,7 @@ def launch_notes(env: Mapping[str, str], num_nodes: int, world_size: int) -> lis
         if env[name].isdecimal() and int(env[name]) > here:
             return [
                 f"the launcher started {env[name]} {kind} ({name}), but this run has {here}: without a common "
-                "rendezvous each scores everything by itself (docs/multinode.md says how to launch one run)"
+                "rendezvous each scores everything by itself (docs/multinode.md shows how to launch one run)"
             ]
     return []
 
