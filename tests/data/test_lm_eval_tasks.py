@@ -92,7 +92,9 @@ def test_what_cannot_be_reproduced_is_refused(wiki: Path) -> None:
     with pytest.raises(ValueError, match=r"no file is named 'wiki\.nowhere'"):
         lm_eval_task(paths="wiki.nowhere")
     for task in ("piqa", "pile_10k", "c4"):
-        with pytest.raises(ValueError, match=rf"'{task}' could not be loaded.*one field 'page'.*text_files"):
+        with pytest.raises(
+            ValueError, match=rf"'{task}' cannot be given dataset\.paths.*one field 'page'.*text_files"
+        ):
             list(lm_eval_task(task, paths=str(wiki)).parts([]))
 
     class OtherKind:

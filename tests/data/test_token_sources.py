@@ -416,7 +416,9 @@ def test_a_dtype_that_is_given_is_held_against_the_ids_and_the_header(
 ) -> None:
     wide = dataclasses.replace(encoder, vocab_size=SMALL)
     path = write_bin(tmp_path / "val.bin", random_ids(SMALL), "uint16")
-    with pytest.raises(ValueError, match=r"holds the id \d+ at position 0, outside the .*see dataset\.dtype"):
+    with pytest.raises(
+        ValueError, match=r"holds the id \d+ at position \d+, outside the .*see dataset\.dtype"
+    ):
         tokens_of(token_files(path, dtype="uint32"), wide, tmp_path / "cache")
     stating = [
         write_llm_c(tmp_path / "llmc.bin"),

@@ -7,12 +7,10 @@ that is cut already.
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from jinja2 import UndefinedError
 
 from ppl_eval.data.documents import Part
 from ppl_eval.data.input_files import expand_paths, stamp_of
@@ -48,11 +46,7 @@ def lm_eval_task(task: str = "wikitext", paths: str | Sequence[str] | None = Non
         notes += [] if named is None else named.notes()
         loaded = load()
         for doc in loaded.eval_docs:
-            try:
-                part = _part(loaded, doc)
-            except (KeyError, TypeError, UndefinedError) as error:
-                raise _needs_other_fields(task, doc, error) from error
-            yield part
+            yield _part(loaded, doc)
 
     return source_of_parts(
         "lm_eval_task", parameters, read_parts, lambda: None if files is None else stamp_of(files)
@@ -100,19 +94,32 @@ def _load(name: str, files: list[Path] | None) -> Any:
         task = manager.load([spec])["tasks"][name]
     except Exception as error:  # the hub's, the data set's and the template's errors have no common base
         if files is not None:
-            raise _needs_other_fields(name, {"page": ""}, error) from error
+            raise _needs_other_fields(name, f"{type(error).__name__}: {error}") from error
         raise ValueError(
             f"lm-eval could not load its task {name!r}: {error}; without a network, give dataset.paths with "
             "local files (for tasks whose documents are pages, such as wikitext)"
         ) from error
     _check_kind(task)
+    if files is not None:
+        _check_fields(task)
     return task
 
 
-def _needs_other_fields(name: str, doc: Mapping[str, Any], error: Exception) -> ValueError:
+def _check_fields(task: Any) -> None:
+    """Refuse a task that does not read the pages it is given: lm-eval scores the name of a field that a
+    document does not have, letter by letter.
+    """
+    try:
+        read = task.doc_to_target({"page": "a"}) != task.doc_to_target({"page": "b"})
+    except Exception as error:  # a task's functions and templates raise what they like
+        raise _needs_other_fields(task.task_name, f"{type(error).__name__}: {error}") from error
+    if not read:
+        raise _needs_other_fields(task.task_name, "what it scores does not depend on them")
+
+
+def _needs_other_fields(name: str, why: str) -> ValueError:
     return ValueError(
-        f"lm-eval's task {name!r} could not be loaded from dataset.paths or read its documents, whose fields "
-        f"are {', '.join(doc)} ({type(error).__name__}: {error}). Local files are pages: splits train, "
+        f"lm-eval's task {name!r} cannot be given dataset.paths ({why}). Local files are pages: splits train, "
         "validation and test of documents with the one field 'page', as the task wikitext has them. Leave "
         "dataset.paths out, or score your files with ppl_eval.data.text_files"
     )

@@ -119,8 +119,8 @@ def launch_notes(env: Mapping[str, str], num_nodes: int, world_size: int) -> lis
     for name, kind, here in started:
         if env[name].isdecimal() and int(env[name]) > here:
             return [
-                f"the launcher started {env[name]} {kind} ({name}), but this run has {here}: without a common "
-                "rendezvous each scores everything by itself (docs/multinode.md shows how to launch one run)"
+                f"the launcher started {env[name]} {kind} ({name}), but this run has {here}: without a "
+                "common rendezvous each scores everything by itself (docs/multinode.md shows one run of all)"
             ]
     return []
 
