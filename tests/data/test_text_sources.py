@@ -77,5 +77,20 @@ def test_a_hub_dataset_needs_a_split_and_a_reachable_name(monkeypatch: pytest.Mo
         list(hub_text("no/such-dataset", split="test").read())
 
 
+def test_a_local_file_of_a_hub_dataset_is_named_once(tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path))
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for files in (
+        [path, path],
+        {"train": [path, str(tmp_path / "link.jsonl")]},
+        [path, str(tmp_path / "*.jsonl")],
+    ):
+        with pytest.raises(ValueError, match=r"data_files names .*\.jsonl more than once"):
+            hub_text("json", split="train", data_files=files)
+    # Each split may name it, and names on the hub are not looked at.
+    hub_text("json", split="train", data_files={"train": [path], "test": [path]})
+    hub_text("json", split="train", data_files=["no/such/file", "no/such/file"])
+
+
 def test_python_docs_are_there() -> None:
     assert len(list(python_docs().read())) > 50

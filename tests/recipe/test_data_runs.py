@@ -58,6 +58,8 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
     }
     forms["own"] = {"_component_": "helpers.own_components.Countdown", "sizes": [40, 99], "remark": "counted"}
     env = {"PPL_EVAL_HOME": str(tmp_path / "home"), "PYTHONPATH": str(Path(__file__).parents[1])}
+    # As on one of two nodes that were started without a rendezvous.
+    env["SLURM_NNODES"] = "2"
     jobs: dict[int, list[str]] = {1: list(forms), 2: ["jsonl", "domains", "sft", "own"], 3: ["saved", "sft"]}
     for num_processes, names in jobs.items():
         argvs = []
@@ -72,7 +74,10 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
             argvs.append(["--config", str(config)])
         done = many(num_processes, argvs, tmp_path, env)
         assert done.code == 0, done.output
+        assert "note: the launcher started 2 nodes (SLURM_NNODES), but this run has 1" in done.output
     results = {(name, n): result_of(tmp_path / f"{name}{n}") for n, names in jobs.items() for name in names}
+    for result in results.values():
+        assert len([note for note in result["notes"] if "started 2 nodes" in note]) == 1
     text = [result for (name, _), result in results.items() if name not in ("sft", "domains", "own")]
     assert len({result["nll_sum_hex"] for result in text}) == 1
     assert len({json.dumps(result["dataset"]["fingerprint"]) for result in text}) == 1

@@ -99,6 +99,18 @@ def _identity(path: Path) -> Any:
     return (at.st_dev, at.st_ino) if at.st_nlink > 1 else path.resolve()
 
 
+def refuse_repeated(names: Iterable[Any], key: str) -> None:
+    """Refuse a list of names in which a local file occurs twice; names of anything else pass.
+
+    Raises:
+        ValueError: if one does.
+    """
+    local = [name for name in names if isinstance(name, str) and glob.glob(str(Path(name).expanduser()))]
+    repeated = expand_paths(local, key).repeated if local else []
+    if repeated:
+        raise ValueError(f"{key} names {', '.join(repeated)} more than once; name each file once")
+
+
 def notes_on_shared_files(paths: Mapping[str, Iterable[str]]) -> list[str]:
     """Return a note for each file that more than one domain names; name of a domain to its files."""
     domains: dict[Any, list[str]] = {}

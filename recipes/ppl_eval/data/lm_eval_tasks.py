@@ -119,9 +119,9 @@ def _check_fields(task: Any) -> None:
 
 def _needs_other_fields(name: str, why: str) -> ValueError:
     return ValueError(
-        f"lm-eval's task {name!r} cannot be given dataset.paths ({why}). Local files are pages: splits train, "
-        "validation and test of documents with the one field 'page', as the task wikitext has them. Leave "
-        "dataset.paths out, or score your files with ppl_eval.data.text_files"
+        f"lm-eval's task {name!r} cannot be given dataset.paths ({why}). Local files are pages: splits "
+        "train, validation and test of documents with the one field 'page', as the task wikitext has them. "
+        "Leave dataset.paths out, or score your files with ppl_eval.data.text_files"
     )
 
 

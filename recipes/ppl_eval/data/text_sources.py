@@ -14,6 +14,7 @@ from ppl_eval.data.input_files import (
     COMPRESSED,
     expand_paths,
     notes_on_shared_files,
+    refuse_repeated,
     stamp_of,
 )
 from ppl_eval.data.plain_text import UNITS, LineEnds, plain_parts
@@ -199,7 +200,8 @@ def hub_text(
             notes.
 
     Raises:
-        ValueError: if ``split`` is missing, or (when it is read) the dataset, split or column does not exist.
+        ValueError: if ``split`` is missing or a local file is named twice, or (when it is read) the dataset,
+            split or column does not exist.
     """
     folder = Path(name).expanduser()
     saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
@@ -208,6 +210,9 @@ def hub_text(
             f"dataset.split is missing; name the split of {name} to score, for example split=test"
         )
     _check_choice("bad_lines", bad_lines, BAD_LINES)
+    for files in data_files.values() if isinstance(data_files, Mapping) else [data_files]:
+        if isinstance(files, list):
+            refuse_repeated(files, "dataset.data_files")
     columns = Columns(column, domain_column, skip_bad=bad_lines == "skip")
 
     def read_parts(notes: list[str]) -> Iterator[Part]:
