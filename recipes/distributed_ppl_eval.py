@@ -10,9 +10,17 @@ end joins the sums: see docs/architecture.md.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
+
+if __name__ == "__main__":
+    # `python -m`, which torchrun uses, searches the working directory before Python's own modules: a json.py
+    # there would be run. So this stands before all other imports, and holds for processes started from here.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    if sys.path[0] in ("", os.getcwd()) and os.getcwd() != os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+
+import gc
 import time
 import warnings
 from collections.abc import Iterator, Sequence
