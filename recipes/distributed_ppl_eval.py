@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ppl_eval.config.settings import KEYS, Settings, read_settings
+from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
 from ppl_eval.distributed.process import Stop, connect
@@ -88,6 +88,7 @@ class DistributedPPLEvalRecipe:
         self._log = get_logger(settings.log_level)
         if world.rank == 0:
             log_config(recipe_name="DistributedPPLEvalRecipe", cfg=settings.config)
+        world.agree("components", lambda: check_built(settings))
         device = world.agree(
             "device",
             lambda: environment.choose_device(settings.device, settings.backend),

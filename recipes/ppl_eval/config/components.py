@@ -99,6 +99,24 @@ def check_arguments(section: str, node: Mapping[str, Any]) -> Any:
     return component
 
 
+def check_section(section: str, plain: Mapping[Any, Any]) -> Any:
+    """Find a section's component and all that are named inside it, for whoever is given them may build them.
+
+    Args:
+        section: the config key.
+        plain: the section, interpolations resolved.
+
+    Returns:
+        The section's component.
+
+    Raises:
+        ValueError: as ``check_arguments``, for each of them.
+    """
+    for named in components_in(section, kind_of_section(section), plain):
+        resolve_component(named)
+    return check_arguments(section, plain)
+
+
 def instantiate(section: str, node: DictConfig) -> Any:
     """Build a section's component from its arguments.
 
@@ -108,10 +126,7 @@ def instantiate(section: str, node: DictConfig) -> Any:
     """
     plain = OmegaConf.to_container(node, resolve=True)
     assert isinstance(plain, dict)
-    # Whoever is given these arguments may build what they name.
-    for named in components_in(section, kind_of_section(section), plain):
-        resolve_component(named)
-    component = check_arguments(section, node)
+    component = check_section(section, plain)
     own_code.mind_working_directory()
     arguments = {str(name): value for name, value in plain.items() if name != "_component_"}
     try:
@@ -119,4 +134,11 @@ def instantiate(section: str, node: DictConfig) -> Any:
     except (TypeError, AssertionError) as error:
         raise ValueError(
             f"{section}: {node['_component_']} refused its arguments {arguments}: {error}"
+        ) from error
+    except Exception as error:  # a damaged tokenizer.json is a plain Exception
+        if component.__module__.startswith("ppl_eval."):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{section}: {node['_component_']} cannot be built with {arguments}: {why}"
         ) from error

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppl_eval.config import own_code
-from ppl_eval.config.components import MOVED, check_arguments, suggest
+from ppl_eval.config.components import MOVED, check_arguments, check_section, suggest
 from ppl_eval.config.flags import NO_FLAGS, Flags, refuse_flags_in, take_flags
 from ppl_eval.config.kinds import check_name, components_in
 from ppl_eval.config.yaml_files import find_config, load_config, override
@@ -225,6 +225,21 @@ def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:
     )
 
 
+def check_built(settings: Settings) -> None:
+    """Import all components that the run will build, and check them: the last is built after scoring.
+
+    Raises:
+        ValueError: for one that does not exist, may not stand there, or does not take its arguments.
+    """
+    for name in SECTIONS:
+        section = getattr(settings, name)
+        # Of the other two only the name is read.
+        if section is not None and name not in ("checkpointer", "quantizer"):
+            plain = OmegaConf.to_container(section, resolve=True)
+            assert isinstance(plain, dict)
+            check_section(name, plain)
+
+
 def _missing(value: Any, name: str = "") -> Iterator[str]:
     """Walk the keys whose value is OmegaConf's mark for a missing one."""
     if value == "???":
@@ -236,9 +251,10 @@ def _missing(value: Any, name: str = "") -> Iterator[str]:
 
 def _check_component(name: str, section: DictConfig) -> None:
     component = section.get("_component_")
-    if not isinstance(component, str):
+    if component is None:
         raise ValueError(f"{name}._component_ is missing: the dotted path of what to build")
-    section._component_ = component = MOVED.get(component, component)
+    if isinstance(component, str) and component in MOVED:
+        section._component_ = component = MOVED[component]
     for named in components_in(name, name, OmegaConf.to_container(section)):
         check_name(named)
     if component.startswith("ppl_eval."):
