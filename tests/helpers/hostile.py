@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 MARK = "from pathlib import Path\nPath({mark!r}).touch()\n"
-SHADOWS = ("torchvision", "wandb", "my_module", "triton", "sitecustom")
+SHADOWS = ("torchvision", "wandb", "my_module", "triton")
 
 
-def write_modules(folder: Path, mark: Path) -> None:
+def write_modules(folder: Path, mark: Path, more: tuple[str, ...] = ()) -> None:
     """Modules that touch ``mark`` when they are imported; ``my_module.run`` touches it when it is called."""
-    for name in SHADOWS:
+    for name in (*SHADOWS, *more):
         (folder / f"{name}.py").write_text(
             MARK.format(mark=str(mark)) + "def run(*_, **__):\n    raise SystemExit('ran')\n"
         )

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import distributed_ppl_eval
 from helpers import hostile
+from helpers.runs import PPL_EVAL, TUNE, run
 from helpers.tiny import write_config
 from ppl_eval.config import own_code
 from ppl_eval.distributed.rendezvous import EXIT_BAD_INPUT, Stop
@@ -215,7 +216,8 @@ HOSTILE = {
     "loader in sft": (
         (
             "~dataset.paths",
-            "dataset={_component_: ppl_eval.data.sft, dataset: {_component_: torchtune.datasets._sft.load_dataset}}",
+            "dataset={_component_: ppl_eval.data.sft, dataset: {_component_:"
+            " torchtune.datasets._sft.load_dataset}}",
         ),
         "which is defined in datasets.load; it must be a dataset of torchtune",
     ),
@@ -534,3 +536,28 @@ def test_the_working_directory_is_searched_last_and_only_for_own_code(refuse, tm
     assert here not in sys.path
     refuse("allow_components=quiet", "batch_size=0")
     assert sys.path[-1] == here
+
+
+def test_real_runs(folder, tiny, tmp_path, private_home):
+    """In a working directory whose modules would take the place of Python's, torch's and optional ones."""
+    mark, here = tmp_path / "it_ran", tmp_path / "here"
+    here.mkdir()
+    hostile.write_modules(here, mark, ("json", "statistics", "torch", "torchtune", "ppl_eval"))
+    config = str(write_config(tmp_path / "good.yaml", folder, tiny.text))
+    one, two = [TUNE, "run"], [TUNE, "run", "--nproc_per_node", "2"]
+    launch = [PPL_EVAL, "launch", "--nproc_per_node", "2", "--"]
+    name = "distributed_ppl_eval"
+    for command, code, words in [
+        ([*one, name, "--config", config], 0, "tokens scored"),
+        ([*two, name, "--config", config], 0, "tokens scored"),
+        ([*one, name, "--config", config, "metric_logger=wandb.run"], 2, "_component_ is 'wandb.run'"),
+        ([*two, name, "--config", config, "model=os.system"], 1, "model._component_ is 'os.system'"),
+        ([*launch, "--config", config], 0, "tokens scored"),
+    ]:
+        if command[0] == PPL_EVAL:
+            # Before the recipe's first line, `python -m` itself imports these.
+            hostile.write_modules(here, mark, ("contextlib", "pathlib"))
+        done = run(*command, env={"MARK": str(mark), "PYTHONPATH": ""}, cwd=here)
+        assert (done.code, mark.exists()) == (code, False), done.output
+        assert words in done.output
+        assert done.output.count("error: ") == (code != 0)

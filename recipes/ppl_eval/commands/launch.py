@@ -61,4 +61,5 @@ def prepare(
 def start(command: list[str], environment: dict[str, str]) -> None:
     """Become the command; does not return."""
     sys.stdout.flush()
-    os.execve(command[0], command, {**os.environ, **environment})
+    # Else `python -m`, as which torchrun starts ranks, would take the working directory's modules for Python's.
+    os.execve(command[0], command, {"PYTHONSAFEPATH": "1", **os.environ, **environment})
