@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
@@ -253,6 +254,7 @@ def _long_lived_objects() -> Iterator[None]:
 def run(argv: Sequence[str]) -> int:
     """Run the recipe with these arguments; return the exit code."""
     _quieten_libraries()
+    keep_to_owner()
     problem: ValueError | None = None
     settings: Settings | None = None
     try:

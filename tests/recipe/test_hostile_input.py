@@ -512,6 +512,28 @@ def test_the_command_line_can_allow_them(refuse, folder, tmp_path):
         refuse("checkpointer.checkpoint_files=[pytorch_model.bin]", "checkpointer.allow_unsafe_pickle=true")
 
 
+def test_no_file_of_a_run_can_be_written_by_others(folder, tiny, tmp_path, private_home):
+    config = write_config(tmp_path / "config.yaml", folder, tiny.text)
+    before = os.umask(0)
+    try:
+        assert distributed_ppl_eval.run(["--config", str(config), "per_window=true"]) == 0
+    finally:
+        os.umask(before)
+    made = [path for top in ("out", "home") for path in [tmp_path / top, *(tmp_path / top).rglob("*")]]
+    assert {"result.json", "windows.parquet", ".lock", "tokens.bin"} <= {path.name for path in made}
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+
+
+def test_a_cache_that_others_can_change_is_refused(refuse, private_home):
+    private_home.mkdir()
+    private_home.chmod(0o777)
+    assert f"everybody can write to the cache folder {private_home}" in refuse()
+    private_home.chmod(0o755)
+    if os.getuid() == 0:
+        os.chown(private_home, 1234, -1)
+        assert f"the cache folder {private_home} belongs to user 1234" in refuse()
+
+
 def test_own_code_in_the_working_directory_needs_the_command_line(refuse, tmp_path):
     with pytest.raises(AssertionError, match="it ran"):
         refuse("allow_components=my_module", "dataset=my_module.nothing")

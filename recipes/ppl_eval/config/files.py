@@ -13,6 +13,11 @@ from typing import IO, Any
 _LARGEST_JSON_BYTES = 100_000_000
 
 
+def keep_to_owner() -> None:
+    """From now on, make no file or folder that the group or others may write, whatever the umask allows."""
+    os.umask(os.umask(0o077) | 0o022)
+
+
 @contextmanager
 def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a file for writing that takes its name when everything in it is on the disk.
