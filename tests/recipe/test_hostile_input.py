@@ -5,6 +5,7 @@ Rows go through the recipe in this process; a handful at the end are real `tune 
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchtune
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
@@ -558,6 +560,17 @@ def test_the_working_directory_is_searched_last_and_only_for_own_code(refuse, tm
     assert here not in sys.path
     refuse("allow_components=quiet", "batch_size=0")
     assert sys.path[-1] == here
+
+
+def test_torchtune_imports_no_other_argument_by_its_path():
+    """What kinds.py checks by the name of the argument is all there is."""
+    users = {}
+    for path in Path(torchtune.__file__).parent.rglob("*.py"):
+        imports = re.compile(r"_get_component_from_path\(|import_module\(")
+        lines = list(filter(imports.search, path.read_text().splitlines()))
+        if lines and path.parent.name != "config":
+            users[path.name] = [line.strip() for line in lines]
+    assert users == {"_prompt_templates.py": ["return _get_component_from_path(prompt_template)()"]}
 
 
 def test_real_runs(folder, tiny, tmp_path, private_home):

@@ -67,7 +67,7 @@ def _near_module(parent: str, part: str, rest: str) -> str:
     return f"; did you mean '{parent}.{near[0]}{rest}'?" if near else ""
 
 
-def check_arguments(section: str, node: Mapping[str, Any]) -> Any:
+def check_arguments(section: str, node: Mapping[Any, Any]) -> Any:
     """Find a section's component, and check its argument names.
 
     Returns:
@@ -99,22 +99,18 @@ def check_arguments(section: str, node: Mapping[str, Any]) -> Any:
     return component
 
 
-def check_section(section: str, plain: Mapping[Any, Any]) -> Any:
-    """Find a section's component and all that are named inside it, for whoever is given them may build them.
+def check_inside(section: str, plain: Mapping[Any, Any]) -> None:
+    """Check all components that are named inside a section: whoever is given them may build them.
 
     Args:
         section: the config key.
         plain: the section, interpolations resolved.
 
-    Returns:
-        The section's component.
-
     Raises:
-        ValueError: as ``check_arguments``, for each of them.
+        ValueError: for one that does not exist or may not stand there.
     """
-    for named in components_in(section, kind_of_section(section), plain):
+    for named in [*components_in(section, kind_of_section(section), plain)][1:]:
         resolve_component(named)
-    return check_arguments(section, plain)
 
 
 def instantiate(section: str, node: DictConfig) -> Any:
@@ -126,7 +122,8 @@ def instantiate(section: str, node: DictConfig) -> Any:
     """
     plain = OmegaConf.to_container(node, resolve=True)
     assert isinstance(plain, dict)
-    component = check_section(section, plain)
+    check_inside(section, plain)
+    component = check_arguments(section, plain)
     own_code.mind_working_directory()
     arguments = {str(name): value for name, value in plain.items() if name != "_component_"}
     try:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppl_eval.config import own_code
-from ppl_eval.config.components import MOVED, check_arguments, check_section, suggest
+from ppl_eval.config.components import MOVED, check_arguments, check_inside, suggest
 from ppl_eval.config.flags import NO_FLAGS, Flags, refuse_flags_in, take_flags
 from ppl_eval.config.kinds import check_name, components_in
 from ppl_eval.config.yaml_files import find_config, load_config, override
@@ -233,11 +233,14 @@ def check_built(settings: Settings) -> None:
     """
     for name in SECTIONS:
         section = getattr(settings, name)
-        # Of the other two only the name is read.
-        if section is not None and name not in ("checkpointer", "quantizer"):
-            plain = OmegaConf.to_container(section, resolve=True)
-            assert isinstance(plain, dict)
-            check_section(name, plain)
+        if section is None:
+            continue
+        plain = OmegaConf.to_container(section, resolve=True)
+        assert isinstance(plain, dict)
+        check_inside(name, plain)
+        # Of these two only the name is read.
+        if name not in ("checkpointer", "quantizer"):
+            check_arguments(name, plain)
 
 
 def _missing(value: Any, name: str = "") -> Iterator[str]:
