@@ -14,8 +14,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # `python -m`, which torchrun uses, searches the working directory before Python's own modules: a json.py
-    # there would be run. So this stands before all other imports, and holds for processes started from here.
+    # Before all other imports: `python -m`, which torchrun uses, would take a json.py in the working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if sys.path[0] in ("", os.getcwd()) and os.getcwd() != os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval.config.files import keep_to_owner
+from ppl_eval.config.own_code import guard_working_directory
 from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
@@ -229,8 +229,7 @@ if TYPE_CHECKING:
 
 
 def _quieten_libraries() -> None:
-    # Printed once per process by libraries about their own insides; nothing that a person running an
-    # evaluation can act on.
+    # Printed once per process by libraries about their own insides; nothing that a person can act on.
     for message in (
         "'set_vital' is deprecated",
         "Mismatch dtype between input and weight: input dtype = float",
@@ -284,6 +283,7 @@ def run(argv: Sequence[str]) -> int:
 @record
 def main() -> None:
     """Entry point for `tune run`, `torchrun -m` and `python -m`."""
+    guard_working_directory()
     try:
         code = run(sys.argv[1:])
     except Stop as stop:

@@ -47,6 +47,7 @@ def refuse(tiny, tmp_path, folder, private_home, capsys, monkeypatch):
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
     monkeypatch.setenv("MARK", str(mark))
+    monkeypatch.setattr(own_code, "_guarded", True)  # As in a process of the recipe's own.
 
     whole = config.read_text()
 
@@ -573,26 +574,31 @@ def test_torchtune_imports_no_other_argument_by_its_path():
     assert users == {"_prompt_templates.py": ["return _get_component_from_path(prompt_template)()"]}
 
 
-def test_real_runs(folder, tiny, tmp_path, private_home):
+NAME_AND_CONFIG = ["distributed_ppl_eval", "--config", "../good.yaml"]
+ONE, TWO = [TUNE, "run", *NAME_AND_CONFIG], [TUNE, "run", "--nproc_per_node", "2", *NAME_AND_CONFIG]
+LAUNCH = [PPL_EVAL, "launch", "--nproc_per_node", "2", "--", *NAME_AND_CONFIG[1:]]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        pytest.param([*ONE, "metric_logger=wandb.run"], 2, "_component_ is 'wandb.run'", id="one, hostile"),
+        pytest.param([*TWO, "model=os.system"], 1, "_component_ is 'os.system'", id="two, hostile"),
+        pytest.param(LAUNCH, 0, "tokens scored", id="launch"),
+        pytest.param(ONE, 0, "tokens scored", id="one", marks=pytest.mark.slow),
+        pytest.param(TWO, 0, "tokens scored", id="two", marks=pytest.mark.slow),
+    ],
+)
+def test_real_runs(folder, tiny, tmp_path, private_home, command, code, words):
     """In a working directory whose modules would take the place of Python's, torch's and optional ones."""
     mark, here = tmp_path / "it_ran", tmp_path / "here"
     here.mkdir()
     hostile.write_modules(here, mark, ("json", "statistics", "torch", "torchtune", "ppl_eval"))
-    config = str(write_config(tmp_path / "good.yaml", folder, tiny.text))
-    one, two = [TUNE, "run"], [TUNE, "run", "--nproc_per_node", "2"]
-    launch = [PPL_EVAL, "launch", "--nproc_per_node", "2", "--"]
-    name = "distributed_ppl_eval"
-    for command, code, words in [
-        ([*one, name, "--config", config], 0, "tokens scored"),
-        ([*two, name, "--config", config], 0, "tokens scored"),
-        ([*one, name, "--config", config, "metric_logger=wandb.run"], 2, "_component_ is 'wandb.run'"),
-        ([*two, name, "--config", config, "model=os.system"], 1, "model._component_ is 'os.system'"),
-        ([*launch, "--config", config], 0, "tokens scored"),
-    ]:
-        if command[0] == PPL_EVAL:
-            # Before the recipe's first line, `python -m` itself imports these.
-            hostile.write_modules(here, mark, ("contextlib", "pathlib"))
-        done = run(*command, env={"MARK": str(mark), "PYTHONPATH": ""}, cwd=here)
-        assert (done.code, mark.exists()) == (code, False), done.output
-        assert words in done.output
-        assert done.output.count("error: ") == (code != 0)
+    if command is LAUNCH:
+        # `python -m` imports these before the recipe's first line; only the launcher can prevent that.
+        hostile.write_modules(here, mark, ("contextlib", "pathlib"))
+    write_config(tmp_path / "good.yaml", folder, tiny.text)
+    done = run(*command, env={"MARK": str(mark), "PYTHONPATH": ""}, cwd=here)
+    assert (done.code, mark.exists()) == (code, False), done.output
+    assert words in done.output
+    assert done.output.count("error: ") == (code != 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 # Judged by section (see kinds.py), whoever allows what.
 JUDGED = ("ppl_eval", "torchtune", "torchao", "torch", "transformers")
 _allowed: tuple[str, ...] = ()
+_guarded = False
 
 
 def allow(packages: Iterable[str]) -> None:
@@ -46,6 +47,16 @@ def is_allowed(path: str) -> bool:
     return any(path == package or path.startswith(f"{package}.") for package in _allowed)
 
 
+def guard_working_directory() -> None:
+    """From now on, let no module be found in the working directory unless own code is allowed.
+
+    For programs; whoever imports this package keeps the search path that they have.
+    """
+    global _guarded
+    _guarded = True
+    mind_working_directory()
+
+
 def mind_working_directory() -> None:
     """Keep the working directory from being searched for modules, or search it last if own code is allowed.
 
@@ -53,10 +64,11 @@ def mind_working_directory() -> None:
     torchtune put it last, where it would stand in for any optional package that is not installed.
     """
     here = Path.cwd()
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    kept = {str(Path(entry)) for entry in named if entry} | {str(Path(__file__).parents[2])}
-    sys.path[:] = [entry for entry in sys.path if entry in kept or not _is_here(entry, here)]
-    if _allowed and str(here) not in sys.path:
+    if _guarded:
+        named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        kept = {str(Path(entry)) for entry in named if entry} | {str(Path(__file__).parents[2])}
+        sys.path[:] = [entry for entry in sys.path if entry in kept or not _is_here(entry, here)]
+    if _allowed and not any(_is_here(entry, here) for entry in sys.path):
         sys.path.append(str(here))
 
 
