@@ -10,9 +10,16 @@ end joins the sums: see docs/architecture.md.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
+
+if __name__ == "__main__":
+    # Before all other imports: `python -m`, which torchrun uses, would take a json.py in the working directory.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    if sys.path[0] in ("", os.getcwd()) and os.getcwd() != os.path.dirname(os.path.abspath(__file__)):
+        del sys.path[0]
+
+import gc
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ppl_eval.config.settings import KEYS, Settings, read_settings
+from ppl_eval.config.files import keep_to_owner
+from ppl_eval.config.own_code import guard_working_directory
+from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
 from ppl_eval.distributed.process import Stop, connect, launch_notes
@@ -80,6 +89,7 @@ class DistributedPPLEvalRecipe:
         self._log = get_logger(settings.log_level)
         if world.rank == 0:
             log_config(recipe_name="DistributedPPLEvalRecipe", cfg=settings.config)
+        world.agree("components", lambda: check_built(settings))
         device = world.agree(
             "device",
             lambda: environment.choose_device(settings.device, settings.backend),
@@ -223,8 +233,7 @@ if TYPE_CHECKING:
 
 
 def _quieten_libraries() -> None:
-    # Printed once per process by libraries about their own insides; nothing that a person running an
-    # evaluation can act on.
+    # Printed once per process by libraries about their own insides; nothing that a person can act on.
     for message in (
         "'set_vital' is deprecated",
         "Mismatch dtype between input and weight: input dtype = float",
@@ -248,6 +257,7 @@ def _long_lived_objects() -> Iterator[None]:
 def run(argv: Sequence[str]) -> int:
     """Run the recipe with these arguments; return the exit code."""
     _quieten_libraries()
+    keep_to_owner()
     problem: ValueError | None = None
     settings: Settings | None = None
     try:
@@ -277,6 +287,7 @@ def run(argv: Sequence[str]) -> int:
 @record
 def main() -> None:
     """Entry point for `tune run`, `torchrun -m` and `python -m`."""
+    guard_working_directory()
     try:
         code = run(sys.argv[1:])
     except Stop as stop:

@@ -1,10 +1,14 @@
 """`ppl-eval launch`: the command and the rendezvous it sets, and what it refuses before anyone waits."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
 from helpers.readme import two_node_lines
+from helpers.runs import PPL_EVAL, TORCHRUN, result_of, run
+from helpers.tiny import write_config
 from ppl_eval.commands import cli, launch
 
 CONFIG = ["--config", "smollm2/135M_ppl", "batch_size=4"]
@@ -36,7 +40,8 @@ def test_two_nodes_are_the_lines_of_the_readme(started):
 def test_one_node_needs_no_rendezvous(started):
     cli.main(["launch", "--nproc_per_node", "gpu", "--", *CONFIG])
     ((argv, env),) = started
-    assert argv[1:] == ["run", "--nproc_per_node", "gpu", "distributed_ppl_eval", *CONFIG]
+    module = ["-m", "ppl_eval.commands.one_host"]
+    assert argv[1:] == [*module, "--nproc_per_node", "gpu", "distributed_ppl_eval", *CONFIG]
     assert not any(name.startswith("PET_") for name in env)
 
 
@@ -63,3 +68,23 @@ def test_refused_before_anyone_waits(started, capsys, arguments, words):
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
     assert started == []
+
+
+def test_one_host_listens_on_loopback_only(tiny, tmp_path, private_home):
+    seen = tmp_path / "seen.json"
+    section = {"_component_": "helpers.listeners.Listening", "sizes": [200, 99], "remark": str(seen)}
+    config = write_config(tmp_path / "config.yaml", tiny.folder, tiny.text, dataset=section)
+    arguments = ["--config", str(config), "allow_components=helpers"]
+    env = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = run(PPL_EVAL, "launch", "--nproc_per_node", "2", "--", *arguments, env=env)
+    assert done.code == 0, done.output
+    addresses = json.loads(seen.read_text())
+    assert addresses
+    assert set(addresses) == {"127.0.0.1"}
+    assert result_of(tmp_path / "out")["num_windows"] == 4
+    # torchrun's own store is what the launcher is there to avoid, and this test can see it.
+    command = [TORCHRUN, "--standalone", "--nproc_per_node", "2", "-m", "distributed_ppl_eval", *arguments]
+    seen.unlink()
+    done = run(*command, env=env | {"PPL_EVAL_HOME": str(tmp_path / "other")})
+    assert done.code == 0, done.output
+    assert "::" in json.loads(seen.read_text())

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from helpers.published import PUBLISHED, SMOLLM2
 from ppl_eval.config.components import check_arguments, instantiate, resolve_component
+from ppl_eval.config.kinds import Named
 from ppl_eval.config.settings import read_settings
 from ppl_eval.config.yaml_files import shipped_configs
 from ppl_eval.models.config_check import check_config
@@ -63,7 +64,7 @@ def test_config(path):
     for section in ("model", "tokenizer", "checkpointer", "dataset", "protocol", "quantizer"):
         if getattr(settings, section) is not None:
             component = getattr(settings, section)._component_
-            assert callable(resolve_component(component, section))
+            assert callable(resolve_component(Named(section, section, component)))
     check_arguments("tokenizer", settings.tokenizer)
     assert instantiate("dataset", settings.dataset) is not None
     protocol = instantiate("protocol", settings.protocol)

@@ -1,5 +1,6 @@
 """The interface of sources: domains of several, and a class of a user's own."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from helpers.own_components import ListDataset
 from helpers.sources import tokens_of
 from helpers.text_forms import DOCUMENTS, rows, write_jsonl, write_plain
 from helpers.tiny_tokenizers import hf_encoder
+from ppl_eval.config import own_code
 from ppl_eval.config.components import instantiate
 from ppl_eval.data import domains, text_files
 from ppl_eval.data.documents import digest_of
@@ -33,12 +35,21 @@ def test_domains(tmp_path: Path) -> None:
         domains({})
 
 
+@pytest.fixture
+def allowed() -> Iterator[None]:
+    """As after ``allow_components=helpers`` on the command line."""
+    own_code.allow(["helpers"])
+    yield
+    own_code.allow([])
+
+
 def own(encoder: TextEncoder, cache: Path, **arguments: Any) -> TokenData:
     """Tokens of a user's own source, by the dotted path that a config has."""
     section = OmegaConf.create({"_component_": "helpers.own_components.Countdown", **arguments})
     return tokens_of(instantiate("dataset", section), encoder, cache)
 
 
+@pytest.mark.usefixtures("allowed")
 def test_a_users_own_source(encoder: TextEncoder, tmp_path: Path) -> None:
     data = own(encoder, tmp_path, sizes=[3, 2], remark="counted")
     assert data.tokens.tolist() == [3, 2, 1, 2, 1]
@@ -56,6 +67,7 @@ def test_a_users_own_source(encoder: TextEncoder, tmp_path: Path) -> None:
     assert tokens_of(merged, encoder, tmp_path).tokens.tolist() == [2, 1, 1]
 
 
+@pytest.mark.usefixtures("allowed")
 def test_kinds_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     text = {"_component_": "ppl_eval.data.text_files", "paths": str(tmp_path / "a.txt")}
@@ -63,6 +75,7 @@ def test_kinds_are_not_mixed(tmp_path: Path) -> None:
         domains({"a": text, "b": {"_component_": "helpers.own_components.Countdown", "sizes": [1]}})
 
 
+@pytest.mark.usefixtures("allowed")
 def test_what_is_no_source_is_named_with_what_it_lacks(encoder: TextEncoder, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"returned ListDataset, .*no name, .*goes into ppl_eval\.data\.sft"):
         tokens_of(ListDataset([]), encoder, tmp_path)

@@ -11,6 +11,7 @@ from torchtune.models.llama3_2 import llama3_2
 from helpers import tiny
 from helpers import tiny_checkpoints as checkpoints
 from ppl_eval.checkpoints.load import load_state_dict
+from ppl_eval.config import own_code
 from ppl_eval.config.settings import read_settings
 from ppl_eval.models import converters, families, hf_config
 from ppl_eval.models.config_check import check_config, model_section
@@ -59,6 +60,8 @@ def llamb(tmp_path, monkeypatch):
     )
     family = Family("made_up.llamb", "LLAMB", architecture, converter, (triple_base,))
     monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, family))
+    yield
+    own_code.allow([])
 
 
 def write(folder):
@@ -87,7 +90,7 @@ def test_a_made_up_family_builds_converts_is_corrected_and_checked(llamb, tmp_pa
         model={"_component_": BUILDER, **arguments},
         checkpointer=section,
     )
-    settings = read_settings(["--config", str(config)])
+    settings = read_settings(["--config", str(config), "allow_components=made_up"])
     model = build_on_meta(settings, torch.float32)
     assert match_family(model, checkpoint, settings) == ("checked", ["llamb: RoPE base 6000"])
 

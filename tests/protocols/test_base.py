@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from helpers.windows import scored, scored_once, windows_of
 from ppl_eval import protocols
+from ppl_eval.config import own_code
 from ppl_eval.config.components import instantiate
 from ppl_eval.protocols.base import Protocol, Windows
 from ppl_eval.protocols.plan import make_plan
@@ -130,7 +131,9 @@ def users_module(tmp_path: Path, monkeypatch) -> str:
     [code] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     (tmp_path / "my_protocols.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
+    own_code.allow(["my_protocols"])
     yield "my_protocols"
+    own_code.allow([])
     sys.modules.pop("my_protocols", None)
 
 

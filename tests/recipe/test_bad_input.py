@@ -52,8 +52,11 @@ def test_not_utf8(refuse, tmp_path):
 
 
 def test_protocol_that_is_none(refuse):
-    said = refuse("protocol={_component_: builtins.dict, max_seq_len: 4}")
-    assert "protocol._component_ is 'builtins.dict', which built a dict" in said
+    own = "helpers.own_components.ListDataset"
+    said = refuse(
+        f"protocol={own}", "~protocol.max_seq_len", "protocol.samples=[]", "allow_components=helpers"
+    )
+    assert f"protocol._component_ is '{own}', which built a ListDataset" in said
 
 
 def test_text_shorter_than_a_window(refuse, tmp_path):

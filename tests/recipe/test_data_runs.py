@@ -71,7 +71,7 @@ def test_all_forms_and_all_numbers_of_processes_give_the_same_bits(tiny: TinyMod
             if name == "sft":
                 keys["protocol"] = {"_component_": "ppl_eval.protocols.per_sample", "max_seq_len": 64}
             config = write_config(tmp_path / f"{name}{num_processes}.yaml", tiny.folder, tiny.text, **keys)
-            argvs.append(["--config", str(config)])
+            argvs.append(["--config", str(config), "allow_components=helpers"])
         done = many(num_processes, argvs, tmp_path, env)
         assert done.code == 0, done.output
         assert "note: the launcher started 2 nodes (SLURM_NNODES), but this run has 1" in done.output

@@ -5,7 +5,6 @@ Two forms: torchtune's own (``adapter_model.pt``, its names, its row order) and 
 the bits of the checkpoint that training wrote.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +19,7 @@ from ppl_eval.checkpoints.folder import ADAPTER_FILES
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict, name_some
 from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
+from ppl_eval.config.files import read_json_object
 from ppl_eval.models.converters import head_layout
 from ppl_eval.models.families import family_of_model_type
 
@@ -113,7 +113,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json_object(path)
     unsupported = {
         key: config[key]
         for key in ("alpha_pattern", "rank_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")

@@ -1,12 +1,14 @@
 """Which files of a folder are the checkpoint: named in the config, found by name, or in a training run's last
 epoch."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchtune.training.checkpointing import FormattedCheckpointFiles
+
+from ppl_eval.checkpoints.inside import inside_folder
+from ppl_eval.config.files import read_json_object
 
 # How a folder's weight files are found when `checkpoint_files` names none, in this order.
 FOUND_BY_NAME = (
@@ -83,15 +85,32 @@ def _named_files(files: Any, folder: Path) -> list[Path]:
         names = [files]
     else:
         names = [str(name) for name in files]
-    return [folder / name for name in names]
+    return [inside_folder(folder, name, "checkpointer.checkpoint_files") for name in names]
 
 
 def _found_files(folder: Path) -> list[Path]:
     for name in FOUND_BY_NAME:
         path = folder / name
         if path.is_file():
+            inside_folder(folder, name, str(folder))
             if not name.endswith(".index.json"):
                 return [path]
-            weight_map = json.loads(path.read_text(encoding="utf-8")).get("weight_map", {})
-            return [folder / file for file in sorted(set(weight_map.values()))]
+            return _files_of_index(path)
     return []
+
+
+def _files_of_index(path: Path) -> list[Path]:
+    """Return the files that an index names.
+
+    Raises:
+        ValueError: if it is damaged, or names a file outside its folder.
+    """
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{path} has no weight_map from names of tensors to files; download or copy it again"
+        )
+    names = {value for value in weight_map.values() if isinstance(value, str)}
+    if len(names) < len({str(value) for value in weight_map.values()}):
+        raise ValueError(f"{path}: its weight_map has files that are no text; download or copy it again")
+    return [inside_folder(path.parent, name, str(path)) for name in sorted(names)]

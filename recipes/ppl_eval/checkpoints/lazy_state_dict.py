@@ -72,8 +72,8 @@ def load_into(
 
     Raises:
         ValueError: if keys are missing, unexpected, or of the wrong shape (all of them counted, the first ten
-            named), a tied head that differs from the embedding, or a quantised weight of another dtype or
-            packed for another device.
+            named), a tied head that differs from the embedding, whole numbers for weights, or a quantised
+            weight of another dtype or packed for another device.
     """
     notes: list[str] = []
     names = check_state_dict(model, state_dict, dtype=dtype, notes=notes)
@@ -142,6 +142,14 @@ def check_state_dict(
                 "untied one: choose the builder of a tied model"
             )
         raise ValueError("the checkpoint does not fit the model:\n" + "\n".join(faults))
+    whole = [name for name in wanted if not is_quantized(meta[name]) and not meta[name].is_floating_point()]
+    if whole:
+        kinds = ", ".join(sorted({short_dtype(meta[name].dtype) for name in whole}))
+        raise ValueError(
+            f"the checkpoint stores whole numbers ({kinds}) where the model has weights, without a known form"
+            " of quantisation; take the full-precision checkpoint and set `quantizer`:\n"
+            + "\n".join(name_some("whole numbers", whole))
+        )
     other = sorted({short_dtype(t.dtype) for t in meta.values() if is_quantized(t) and t.dtype != dtype})
     if other:
         raise ValueError(

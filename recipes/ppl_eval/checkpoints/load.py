@@ -5,7 +5,6 @@ to. Only names are taken from the section here; nothing is written. Weights come
 read on demand.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,12 @@ from ppl_eval.checkpoints.adapter import find_adapter, merge_adapter, refuse_sam
 from ppl_eval.checkpoints.convert import FORMS, convert, index_files
 from ppl_eval.checkpoints.folder import ADAPTER_FILES, weight_paths, weights_folder
 from ppl_eval.checkpoints.gguf import read_gguf
+from ppl_eval.checkpoints.inside import inside_folder
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.safetensors import sampled_sha256
 from ppl_eval.checkpoints.torch_files import read_torch_file
+from ppl_eval.config.files import read_json_object
 from ppl_eval.models.families import check_architecture
 
 # torchtune's keys (the last five steer writing and resuming, which an evaluation does not do), then ours.
@@ -151,13 +152,8 @@ def _adapter(cfg: Mapping[str, Any], folder: Path, notes: list[str]) -> Path | N
 
 
 def _read_hf_config(folder: Path) -> dict[str, Any] | None:
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ValueError(f"{path} is no JSON: {e}") from e
+    path = inside_folder(folder, "config.json", str(folder))
+    return read_json_object(path) if path.is_file() else None
 
 
 def _read_recipe_state(

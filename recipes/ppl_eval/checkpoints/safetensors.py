@@ -8,7 +8,7 @@ pages through the page cache.
 """
 
 import hashlib
-import json
+import math
 import mmap
 import os
 from collections.abc import Callable, Mapping
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from ppl_eval.config.files import parse_json_object
 
 # Every dtype that a safetensors header can name and torch can hold.
 SAFETENSORS_DTYPES = {
@@ -95,15 +97,16 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             )
         raw = file.read(header_bytes)
     try:
-        header: dict[str, Any] = json.loads(raw)
+        header = parse_json_object(raw)
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        begin = 8 + header_bytes
-        stored = {name: _stored_tensor(path, name, entry, begin) for name, entry in header.items()}
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, IndexError) as e:
+        spans = {name: _span(entry) for name, entry in header.items()}
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError) as e:
         raise ValueError(
             f"{path} is corrupt: its safetensors header cannot be read ({type(e).__name__}: {e})"
         ) from e
+    begin = 8 + header_bytes
+    end = _check_contiguous(path, spans)
+    stored = {name: _stored_tensor(path, name, header[name], begin + spans[name][0]) for name in header}
     if size != begin + end:
         what = "truncated" if size < begin + end else "corrupt (longer than its header says)"
         raise ValueError(
@@ -112,22 +115,58 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     return stored
 
 
+def _span(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Return where a tensor's bytes begin and end.
+
+    Raises:
+        ValueError: if these and the shape are not whole numbers from 0.
+    """
+    first, last = entry["data_offsets"]
+    numbers = [first, last, *entry["shape"]]
+    # bool is an int to Python.
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"shape or data_offsets hold something else than whole numbers from 0: {numbers}")
+    return first, last
+
+
+def _check_contiguous(path: Path, spans: Mapping[str, tuple[int, int]]) -> int:
+    """Check that every byte of the data belongs to one tensor, as the format demands.
+
+    Returns:
+        The bytes of all data.
+
+    Raises:
+        ValueError: if two tensors share bytes, or bytes belong to none.
+    """
+    end, before = 0, "the header"
+    for name, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        if first != end:
+            what = "shares bytes with" if first < end else "leaves a hole behind"
+            raise ValueError(
+                f"{path} is corrupt: tensor {name} begins at byte {first} of the data and {what} {before},"
+                f" which ends at {end}; download it again, or have its writer save it without shared tensors"
+            )
+        end, before = max(first, last), name
+    return end
+
+
 def _stored_tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> StoredTensor:
-    dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
+    dtype = SAFETENSORS_DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         raise ValueError(
             f"{path}: tensor {name} has dtype {entry['dtype']}; known are {', '.join(SAFETENSORS_DTYPES)}"
         )
-    shape = tuple(int(n) for n in entry["shape"])
+    shape = tuple(entry["shape"])
     first, last = entry["data_offsets"]
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if last - first != num_bytes or first < 0:
+    # Not torch's product, which wraps at 2^64.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if last - first != num_bytes:
         raise ValueError(
             f"{path} is corrupt: tensor {name} of shape {shape} needs {num_bytes} bytes, its entry spans "
             f"{last - first}"
         )
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    return StoredTensor(meta, partial(map_tensor, path, begin + first, shape, dtype))
+    return StoredTensor(meta, partial(map_tensor, path, begin, shape, dtype))
 
 
 def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

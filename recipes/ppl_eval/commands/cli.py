@@ -8,12 +8,14 @@ from pathlib import Path
 
 from ppl_eval.commands.doctor_cli import add_doctor
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
+from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.yaml_files import find_config, shipped_configs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the console script; exits with 2 and one clear line when something is wrong."""
     arguments = _parser().parse_args(argv)
+    keep_to_owner()
     try:
         code = arguments.command(arguments)
     except (ValueError, OSError) as error:

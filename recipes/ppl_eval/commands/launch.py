@@ -20,6 +20,8 @@ def prepare(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts this node's processes, and the environment variables that it needs.
 
+    Processes of one host find each other over loopback, where nobody else can reach them.
+
     Args:
         nnodes: nodes of the run; the same command is started on each.
         nproc_per_node: processes on this node; a number, or a word that torchrun knows, such as ``gpu``.
@@ -31,9 +33,9 @@ def prepare(
         ValueError: if the nodes could not find each other, or the config is wrong: before anyone waits.
     """
     read_settings(recipe_arguments)
-    tune = Path(sys.executable).with_name("tune")
-    command = [str(tune), "run", "--nproc_per_node", nproc_per_node]
-    environment: dict[str, str] = {}
+    # Of the working directory's modules none is to be taken for Python's, as `python -m` would.
+    environment = {"PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "ppl_eval.commands.one_host"]
     if nnodes < 1:
         raise ValueError(f"--nnodes is {nnodes}; it must be at least 1")
     if nnodes > 1:
@@ -53,8 +55,11 @@ def prepare(
                 f"--rdzv_endpoint is {rdzv_endpoint!r}, which is every node's own name for itself; use one"
                 " that the other nodes can reach"
             )
-        command += ["--nnodes", str(nnodes)]
-        environment = {"PET_RDZV_BACKEND": "c10d", ENDPOINT: rdzv_endpoint, "PET_RDZV_ID": rdzv_id}
+        command = [str(Path(sys.executable).with_name("tune")), "run", "--nnodes", str(nnodes)]
+        environment |= {"PET_RDZV_BACKEND": "c10d", ENDPOINT: rdzv_endpoint, "PET_RDZV_ID": rdzv_id}
+    elif sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    command += ["--nproc_per_node", nproc_per_node]
     return [*command, "distributed_ppl_eval", *recipe_arguments], environment
 
 

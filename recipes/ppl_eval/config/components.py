@@ -4,9 +4,13 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from ppl_eval.config import own_code
+from ppl_eval.config.kinds import Named, check_name, check_object, components_in, kind_of_section
 
 # Where a name that configs were written with has moved since.
 MOVED = {"ppl_eval.calibration.awq": "ppl_eval.quantization.awq"}
@@ -18,50 +22,62 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix + near[0]!r}?" if near else ""
 
 
-def resolve_component(path: str, key: str) -> Any:
-    """Import what a dotted path names.
-
-    Args:
-        path: for example ``torchtune.models.llama3_2.llama3_2_1b``.
-        key: the config key it came from, for messages.
+def resolve_component(named: Named) -> Any:
+    """Find what a dotted path names, by real modules and one attribute of the last of them.
 
     Raises:
-        ValueError: names the first part that does not exist, and the nearest that does.
+        ValueError: if its section may not name it, or it does not exist; with the nearest name that does.
     """
-    parts = path.split(".")
-    try:
-        found: Any = importlib.import_module(parts[0])
-    except ImportError as error:
-        raise ValueError(f"{key} is {path!r}, but there is no module {parts[0]!r} ({error})") from error
-    for i, part in enumerate(parts[1:], start=1):
-        parent = ".".join(parts[:i])
-        if not hasattr(found, part):
-            try:
-                importlib.import_module(f"{parent}.{part}")
-            except ModuleNotFoundError as error:
-                if error.name != f"{parent}.{part}" and error.name != parent:
-                    raise ValueError(
-                        f"{key} is {path!r}, but importing {parent}.{part} failed: {error}"
-                    ) from error
-                near = difflib.get_close_matches(part, dir(found), n=1, cutoff=0.5)
-                hint = f"; did you mean '{'.'.join([parent, near[0], *parts[i + 1 :]])}'?" if near else ""
-                raise ValueError(f"{key} is {path!r}, but {parent} has no {part!r}{hint}") from error
-        found = getattr(found, part)
+    check_name(named)
+    key, path = named.key, named.path
+    place, _, name = path.rpartition(".")
+    module = _import(place, named)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.5)
+        hint = f"; did you mean '{place}.{near[0]}'?" if near else ""
+        raise ValueError(f"{key} is {path!r}, but {place} has no {name!r}{hint}")
+    found = getattr(module, name)
+    check_object(named, found)
     return found
 
 
-def check_arguments(section: str, node: Mapping[str, Any]) -> Any:
-    """Import a section's component and check its argument names.
+def _import(place: str, named: Named) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if place != missing and not place.startswith(f"{missing}."):
+            raise _unimportable(named, place, error) from error
+        parent, _, part = missing.rpartition(".")
+        hint = _near_module(parent, part, named.path[len(missing) :]) if parent else ""
+        raise ValueError(
+            f"{named.key} is {named.path!r}, but there is no module {missing!r}{hint}"
+        ) from error
+    except Exception as error:  # whatever a person's own module raises
+        raise _unimportable(named, place, error) from error
+
+
+def _unimportable(named: Named, place: str, error: Exception) -> ValueError:
+    why = f"{type(error).__name__}: {error}"
+    return ValueError(f"{named.key} is {named.path!r}, but importing {place} failed: {why}")
+
+
+def _near_module(parent: str, part: str, rest: str) -> str:
+    near = difflib.get_close_matches(part, dir(importlib.import_module(parent)), n=1, cutoff=0.5)
+    return f"; did you mean '{parent}.{near[0]}{rest}'?" if near else ""
+
+
+def check_arguments(section: str, node: Mapping[Any, Any]) -> Any:
+    """Find a section's component, and check its argument names.
 
     Returns:
         The component.
 
     Raises:
-        ValueError: for an argument that it does not take, or one that it needs and is not there.
+        ValueError: for a component that may not stand there, an argument that it does not take, or one that
+            it needs and is not there.
     """
-    component = resolve_component(node["_component_"], f"{section}._component_")
-    if not callable(component):
-        raise ValueError(f"{section}._component_ is {node['_component_']!r}, which is not callable")
+    component = resolve_component(next(components_in(section, kind_of_section(section), node)))
     try:
         parameters = inspect.signature(component).parameters
     except (TypeError, ValueError):
@@ -83,6 +99,20 @@ def check_arguments(section: str, node: Mapping[str, Any]) -> Any:
     return component
 
 
+def check_inside(section: str, plain: Mapping[Any, Any]) -> None:
+    """Check all components that are named inside a section: whoever is given them may build them.
+
+    Args:
+        section: the config key.
+        plain: the section, interpolations resolved.
+
+    Raises:
+        ValueError: for one that does not exist or may not stand there.
+    """
+    for named in [*components_in(section, kind_of_section(section), plain)][1:]:
+        resolve_component(named)
+
+
 def instantiate(section: str, node: DictConfig) -> Any:
     """Build a section's component from its arguments.
 
@@ -90,13 +120,22 @@ def instantiate(section: str, node: DictConfig) -> Any:
         ValueError: if the component does not exist or does not take these arguments, or says that a value is
             wrong.
     """
-    component = check_arguments(section, node)
     plain = OmegaConf.to_container(node, resolve=True)
     assert isinstance(plain, dict)
+    check_inside(section, plain)
+    component = check_arguments(section, plain)
+    own_code.mind_working_directory()
     arguments = {str(name): value for name, value in plain.items() if name != "_component_"}
     try:
         return component(**arguments)
     except (TypeError, AssertionError) as error:
         raise ValueError(
             f"{section}: {node['_component_']} refused its arguments {arguments}: {error}"
+        ) from error
+    except Exception as error:  # a damaged tokenizer.json is a plain Exception
+        if component.__module__.startswith("ppl_eval."):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{section}: {node['_component_']} cannot be built with {arguments}: {why}"
         ) from error

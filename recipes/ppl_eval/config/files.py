@@ -10,6 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+_LARGEST_JSON_BYTES = 100_000_000
+
+
+def keep_to_owner() -> None:
+    """From now on, make no file or folder that the group or others may write, whatever the umask allows."""
+    os.umask(os.umask(0o077) | 0o022)
+
 
 @contextmanager
 def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
@@ -50,6 +57,45 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     with whole_file(path) as file:
         json.dump(content, file, indent=2, allow_nan=False)
         file.write("\n")
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that came from outside and holds one object.
+
+    Raises:
+        ValueError: if it is damaged, huge, nested too deeply, no object, or has the same key twice.
+    """
+    try:
+        size = path.stat().st_size
+        if size > _LARGEST_JSON_BYTES:
+            raise ValueError(f"it has {size} bytes, the most that is read is {_LARGEST_JSON_BYTES}")
+        return parse_json_object(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read as JSON: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Return the one object in a JSON text.
+
+    Raises:
+        ValueError: if it is no JSON, no object, or has the same key twice, of which any could be meant.
+        RecursionError: if it is nested too deeply.
+    """
+    content = json.loads(raw, object_pairs_hook=_object_without_doubles)
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}, not an object with keys")
+    return content
+
+
+def _object_without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in content if names.count(name) > 1)
+        raise ValueError(f"it has the key {twice!r} twice")
+    return content
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The config's keys: their types, defaults and allowed values, checked one by one. The only reader of this
 project's own keys."""
 
-import importlib.util
 import math
 import re
 import types
@@ -13,7 +12,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppl_eval.config.components import MOVED, check_arguments, suggest
+from ppl_eval.config import own_code
+from ppl_eval.config.components import MOVED, check_arguments, check_inside, suggest
+from ppl_eval.config.flags import NO_FLAGS, Flags, refuse_flags_in, take_flags
+from ppl_eval.config.kinds import check_name, components_in
 from ppl_eval.config.yaml_files import find_config, load_config, override
 
 _INTERPOLATION = re.compile(r"\$\{\s*([\w.]+)")
@@ -160,13 +162,19 @@ def read_settings(argv: Sequence[str]) -> Settings:
             "usage: distributed_ppl_eval --config <path or shipped name> [key=value ...]; `ppl-eval ls` lists"
             " the shipped configs"
         )
-    return check(override(load_config(find_config(arguments[1])), arguments[2:], SECTIONS))
+    flags, overrides = take_flags(arguments[2:])
+    own_code.allow(flags.allow_components)
+    return check(override(load_config(find_config(arguments[1])), overrides, SECTIONS), flags)
 
 
-def check(config: DictConfig) -> Settings:
-    """Check every key at the top and every component's arguments by name.
+def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:
+    """Check every key at the top, where every component comes from, and its arguments by name.
 
     Components are not imported here, apart from this project's own: this must fail fast.
+
+    Args:
+        config: the config with all overrides; changed in place.
+        flags: what only the command line may say.
 
     Raises:
         ValueError: names the key, what was found, and what is allowed.
@@ -184,6 +192,7 @@ def check(config: DictConfig) -> Settings:
         raise ValueError(
             f"the config refers to something that is not there: {str(error).splitlines()[0]}"
         ) from error
+    refuse_flags_in(config)
     for name in config:
         if name not in KEYS and name not in helpers:
             raise ValueError(f"unknown key {name!r}{suggest(str(name), KEYS)}")
@@ -206,11 +215,32 @@ def check(config: DictConfig) -> Settings:
             " softmax=exact or tensor_parallel_dim=1"
         )
     values["aggregation"] = Aggregation(**aggregation)
+    if flags.allow_unsafe_pickle:
+        values["checkpointer"].allow_unsafe_pickle = True
+    written.update(flags.written())
     defaults = {name: key.default for name, key in KEYS.items() if key.default is not MISSING}
     defaults["aggregation"] = aggregation
     return Settings(
         config=config, written={**defaults, **{str(key): value for key, value in written.items()}}, **values
     )
+
+
+def check_built(settings: Settings) -> None:
+    """Import all components that the run will build, and check them: the last is built after scoring.
+
+    Raises:
+        ValueError: for one that does not exist, may not stand there, or does not take its arguments.
+    """
+    for name in SECTIONS:
+        section = getattr(settings, name)
+        if section is None:
+            continue
+        plain = OmegaConf.to_container(section, resolve=True)
+        assert isinstance(plain, dict)
+        check_inside(name, plain)
+        # Of these two only the name is read.
+        if name not in ("checkpointer", "quantizer"):
+            check_arguments(name, plain)
 
 
 def _missing(value: Any, name: str = "") -> Iterator[str]:
@@ -224,15 +254,14 @@ def _missing(value: Any, name: str = "") -> Iterator[str]:
 
 def _check_component(name: str, section: DictConfig) -> None:
     component = section.get("_component_")
-    if not isinstance(component, str):
+    if component is None:
         raise ValueError(f"{name}._component_ is missing: the dotted path of what to build")
-    section._component_ = component = MOVED.get(component, component)
+    if isinstance(component, str) and component in MOVED:
+        section._component_ = component = MOVED[component]
+    for named in components_in(name, name, OmegaConf.to_container(section)):
+        check_name(named)
     if component.startswith("ppl_eval."):
         check_arguments(name, section)
-    elif importlib.util.find_spec(component.split(".")[0] or "?") is None:
-        raise ValueError(
-            f"{name}._component_ is {component!r}, but there is no module {component.split('.')[0]!r}"
-        )
 
 
 def _check_value(name: str, key: Key, config: DictConfig, prefix: str = "") -> Any:

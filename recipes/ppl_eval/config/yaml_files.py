@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ppl_eval.config.components import suggest
 
+_MOST_VALUES = 100_000
 # Whole numbers that YAML 1.1 reads in another base: 010 is 8, 1:30 is 90. Nobody means them.
 _ODD_NUMBER = re.compile(r"[-+]?(0[0-9_]+|0[xXbBoO]\w+|[0-9][0-9_]*(:[0-5]?[0-9])+)")
 
@@ -46,14 +47,17 @@ def load_config(path: Path) -> DictConfig:
     """Read a YAML file.
 
     Raises:
-        ValueError: if it cannot be read, is no mapping, or holds a number that YAML reads in another base.
+        ValueError: if it cannot be read, is no mapping, grows without bound through its aliases, or holds a
+            number that YAML reads in another base.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the config {path}: {error}") from error
     try:
-        for node in _scalars(yaml.compose(text, Loader=yaml.SafeLoader)):
+        composed = yaml.compose(text, Loader=yaml.SafeLoader)
+        _refuse_bomb(composed, path)
+        for node in _scalars(composed):
             _refuse_odd_number(node.value, f"the config {path}, line {node.start_mark.line + 1}")
         config = OmegaConf.create(text)
     except ValueError:
@@ -103,6 +107,26 @@ def override(config: DictConfig, arguments: Iterable[str], sections: Container[s
         except Exception as error:
             raise ValueError(f"cannot apply the override {argument!r}: {error}") from error
     return config
+
+
+def _refuse_bomb(node: yaml.Node | None, path: Path) -> None:
+    """Refuse aliases of aliases: a kilobyte of them stands for more values than memory holds."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1  # Of a node inside itself, which OmegaConf refuses.
+            if isinstance(node, yaml.MappingNode):
+                sizes[id(node)] += sum(size(key) + size(value) for key, value in node.value)
+            elif isinstance(node, yaml.SequenceNode):
+                sizes[id(node)] += sum(map(size, node.value))
+        return sizes[id(node)]
+
+    if node is not None and size(node) > _MOST_VALUES:
+        raise ValueError(
+            f"the config {path} stands for {size(node)} values once its aliases are put in; the most that is"
+            f" read is {_MOST_VALUES}"
+        )
 
 
 def _scalars(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:

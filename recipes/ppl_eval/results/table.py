@@ -1,7 +1,7 @@
 """The result of a run: a JSON file for programs, a table for people."""
 
 import math
-import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,10 @@ def check_output_dir(path: Path) -> Path:
     Raises:
         ValueError: if not.
     """
-    probe = path / f".probe.{os.getpid()}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except OSError as error:
         raise ValueError(f"output_dir {path} cannot be written: {error.strerror}") from error
     return path
