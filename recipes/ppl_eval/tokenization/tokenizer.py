@@ -42,6 +42,18 @@ class TextEncoder:
         """Encode a text in one call, no BOS and no EOS."""
         return self.encoding.encode(text)
 
+    def name_of(self, token: int) -> str:
+        """Return what a message calls an id: the token as its tokenizer writes it."""
+        special = getattr(self.tokenizer, "special_tokens", None) or {}
+        names = [name for name, index in special.items() if index == token]
+        inner = getattr(self.tokenizer, "tokenizer", None)
+        if not names and hasattr(inner, "id_to_token"):
+            names = [inner.id_to_token(token)]
+        try:
+            return repr(names[0] if names else self.decode([token]))
+        except (KeyError, IndexError, ValueError, TypeError):
+            return "without a name"
+
     def bos_tokens(self, policy: str) -> list[int]:
         """Return the ids before a text under a BOS policy; ``each_window`` leaves that to the windows.
 
