@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torchtune.models.llama3 import Llama3Tokenizer
+from torchtune.models.qwen2 import Qwen2Tokenizer
 from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -114,6 +115,18 @@ def llama3_tokenizer(folder: Path) -> Llama3Tokenizer:
     path = folder / "tokenizer.model"
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks)))
     return Llama3Tokenizer(str(path))
+
+
+def qwen2_tokenizer(folder: Path, kind: type[Qwen2Tokenizer] = Qwen2Tokenizer) -> Qwen2Tokenizer:
+    """Qwen2's tokenizer class over a vocabulary of bytes and a merge, its special tokens behind them."""
+    folder.mkdir(exist_ok=True)
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab["th"] = len(vocab)
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("t h\n")
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+    special = {name: len(vocab) + i for i, name in enumerate(names)}
+    return kind(str(folder / "vocab.json"), str(folder / "merges.txt"), special)
 
 
 def tiny_tokenizer(text: str, adds_bos: bool) -> PreTrainedTokenizerFast:

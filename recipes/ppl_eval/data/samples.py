@@ -15,7 +15,7 @@ but rounding).
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from ppl_eval.data.array_cache import ArrayWriter
+from ppl_eval.data.length_limit import LimitEffects, without_side_effects
 from ppl_eval.data.sources import ALL, Content, EncodeRequest, Written
 from ppl_eval.data.tokenize import token_dtype
 from ppl_eval.tokenization.tokenizer import TextEncoder
@@ -54,6 +55,8 @@ class _Counts:
     num_packs: int = 0
     num_shifted: int = 0
     num_crossing: int = 0
+    num_masked_by_limit: int = 0
+    num_replaced_by_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,10 +182,13 @@ def sft(dataset: Mapping[str, Any]) -> SampleSource:
 
 
 def _samples(section: dict[str, Any], encoder: TextEncoder, counts: _Counts) -> Iterator[Sample]:
-    dataset = _build(section, encoder)
+    dataset, effects = _build(section, encoder)
     component = section["_component_"]
     num_indices = len(dataset)
+    # Packs are made when the dataset is built, other samples each time that they are read.
+    built = replace(effects)
     shifted_where_unclear = _first_clear(dataset, component, num_indices)
+    effects.num_masked, effects.num_replaced = built.num_masked, built.num_replaced
     for index in range(num_indices):
         tokens, labels, ends = _read(dataset, index, component)
         counts.num_packs += len(ends) > 1
@@ -208,9 +214,11 @@ def _samples(section: dict[str, Any], encoder: TextEncoder, counts: _Counts) -> 
             counts.num_unscored += found.num_scored() == 0
             counts.num_at_limit += len(found.tokens) in _limits(encoder)
             yield found
+    counts.num_masked_by_limit += effects.num_masked
+    counts.num_replaced_by_limit += effects.num_replaced
 
 
-def _build(section: dict[str, Any], encoder: TextEncoder) -> Any:
+def _build(section: dict[str, Any], encoder: TextEncoder) -> tuple[Any, LimitEffects]:
     from omegaconf import OmegaConf
     from torchtune.config import instantiate
 
@@ -219,6 +227,7 @@ def _build(section: dict[str, Any], encoder: TextEncoder) -> Any:
     for name, value in (("max_seq_len", None), ("pad_id", 0)):
         if not hasattr(tokenizer, name):
             setattr(tokenizer, name, value)
+    tokenizer, effects = without_side_effects(tokenizer)
     try:
         dataset = instantiate(OmegaConf.create(dict(section)), tokenizer)
     except Exception as error:
@@ -229,7 +238,7 @@ def _build(section: dict[str, Any], encoder: TextEncoder) -> Any:
         raise ValueError(
             f"dataset.dataset: {section['_component_']} has no length or no index; streams are not supported"
         )
-    return dataset
+    return dataset, effects
 
 
 def _read(dataset: Any, index: int, component: str) -> tuple[Ids, Ids, list[int]]:
@@ -328,6 +337,18 @@ def _notes(counts: _Counts, encoder: TextEncoder) -> list[str]:
             f"{counts.num_at_limit} samples are as long as "
             f"tokenizer.max_seq_len={encoder.tokenizer.max_seq_len} lets them be: torchtune cuts longer ones "
             "without a word, so what is missing was not scored"
+        )
+    limit = f"tokenizer.max_seq_len={getattr(encoder.tokenizer, 'max_seq_len', None)}"
+    if counts.num_masked_by_limit:
+        notes.append(
+            f"torchtune's tokenizer masks {counts.num_masked_by_limit} labels (end tokens) of samples that "
+            f"{limit} does not cut; they are scored, as without a limit. A training run with this limit did "
+            "not count them"
+        )
+    if counts.num_replaced_by_limit:
+        notes.append(
+            f"torchtune's tokenizer replaces {counts.num_replaced_by_limit} tokens by EOS in samples that "
+            f"{limit} does not cut; they are scored as they are"
         )
     if counts.num_packs:
         notes.append(

@@ -47,7 +47,7 @@ class TextEncoder:
         special = getattr(self.tokenizer, "special_tokens", None) or {}
         names = [name for name, index in special.items() if index == token]
         inner = getattr(self.tokenizer, "tokenizer", None)
-        if not names and hasattr(inner, "id_to_token"):
+        if not names and inner is not None and hasattr(inner, "id_to_token"):
             names = [inner.id_to_token(token)]
         try:
             return repr(names[0] if names else self.decode([token]))
