@@ -117,6 +117,27 @@ def llama3_tokenizer(folder: Path) -> Llama3Tokenizer:
     return Llama3Tokenizer(str(path))
 
 
+def sentencepiece_model(folder: Path, model_type: str = "bpe") -> Path:
+    """A SentencePiece model of 900 pieces trained on ``texts.corpus``, in Llama 2's manner."""
+    import sentencepiece
+
+    (folder / "corpus.txt").write_text("".join(corpus()))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=900,
+        model_type=model_type,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder / "tokenizer.model"
+
+
 def qwen2_tokenizer(folder: Path, kind: type[Qwen2Tokenizer] = Qwen2Tokenizer) -> Qwen2Tokenizer:
     """Qwen2's tokenizer class over a vocabulary of bytes and a merge, its special tokens behind them."""
     folder.mkdir(exist_ok=True)

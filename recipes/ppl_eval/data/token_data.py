@@ -165,6 +165,7 @@ def _fingerprint(content: Content, request: EncodeRequest) -> dict[str, Any]:
     return {
         **content.facts,
         "tokenizer_sha256": request.encoder.sha256,
+        "special_tokens": request.encoder.special_tokens,
         "join": request.join,
         "bos_tokens": list(content.bos_tokens),
     }

@@ -27,6 +27,8 @@ class TextEncoder:
         vocab_size: number of ids.
         sha256: hash of the tokenizer's files.
         tokenizer: torchtune's object, for its own datasets.
+        special_tokens: what becomes of names of special tokens in a text: parsed to their ids (``parse``), or
+            spelled in letters (``text``).
     """
 
     encoding: Encoding
@@ -37,6 +39,7 @@ class TextEncoder:
     vocab_size: int
     sha256: str
     tokenizer: Any = None
+    special_tokens: str = "parse"
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Encode a text in one call, no BOS and no EOS."""
@@ -69,16 +72,20 @@ class TextEncoder:
         return [self.bos_id]
 
 
-def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
+def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any], special_tokens: str = "parse") -> TextEncoder:
     """Wrap an instantiated torchtune tokenizer.
 
     Args:
         tokenizer: the component of the config's ``tokenizer`` section.
         config: that section, whose file names are hashed.
+        special_tokens: one of ``encoders.SPECIAL_TOKENS``.
+
+    Raises:
+        ValueError: if the tokenizer cannot treat special tokens so.
     """
     from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
-    encoding = encoding_of(tokenizer, config)
+    encoding = encoding_of(tokenizer, config, special_tokens)
     if isinstance(tokenizer, HuggingFaceBaseTokenizer):
         adds_bos = tokenizer.hf_adds_bos or bool((tokenizer.config or {}).get("add_bos_token"))
     else:
@@ -93,6 +100,7 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
         vocab_size=_vocab_size(tokenizer),
         sha256=_hash_files(config),
         tokenizer=tokenizer,
+        special_tokens=special_tokens,
     )
 
 
