@@ -29,6 +29,7 @@ class TextEncoder:
         tokenizer: torchtune's object, for its own datasets.
         special_tokens: what becomes of names of special tokens in a text: parsed to their ids (``parse``), or
             spelled in letters (``text``).
+        folder: where its tokenizer.json lies, for the chat template beside it; None where it has none.
     """
 
     encoding: Encoding
@@ -40,6 +41,7 @@ class TextEncoder:
     sha256: str
     tokenizer: Any = None
     special_tokens: str = "parse"
+    folder: Path | None = None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Encode a text in one call, no BOS and no EOS."""
@@ -101,6 +103,7 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any], special_tokens: st
         sha256=_hash_files(config),
         tokenizer=tokenizer,
         special_tokens=special_tokens,
+        folder=Path(config["tokenizer_json_path"]).parent if "tokenizer_json_path" in config else None,
     )
 
 
