@@ -189,12 +189,14 @@ class DistributedPPLEvalRecipe:
         decoder = load.build_on_meta(settings, dtype)
         verdict, model_notes = load.match_family(decoder, checkpoint, settings)
         inputs = read_inputs(settings, self.world)
-        load.check_fit(decoder, inputs.protocol.max_seq_len, inputs.encoder.vocab_size)
+        fit_notes = load.check_fit(
+            decoder, inputs.protocol.max_seq_len, inputs.data, inputs.encoder, inputs.prefix_token
+        )
         launched = launch_notes(os.environ, len(self.world.nodes), self.world.world_size)
         for note in launched:
             self._log_rank_zero(f"note: {note}")
         seed_notes = [seed_note] if seed_note else []
-        notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes)
+        notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes, *fit_notes)
         self._log_rank_zero(
             f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
             f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"

@@ -107,7 +107,7 @@ JOB = """
     from ppl_eval.data.token_data import open_tokens, prepare_tokens
 
     folder, role = Path(sys.argv[1]), sys.argv[2]
-    encoding = Encoding(partial(encode_hf, Tokenizer.from_file(str(folder / "tokenizer.json"))))
+    encoding = Encoding(partial(encode_hf, Tokenizer.from_file(str(folder / "tokenizer.json")), False))
     encoder = TextEncoder(encoding, str, bos_id=0, eos_id=1, adds_bos=False, vocab_size=1000, sha256="")
     write = tokenize._TextPass._write_documents
 

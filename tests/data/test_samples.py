@@ -11,11 +11,13 @@ import pytest
 import torch
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as MASKED
 from torchtune.models.llama3_2 import llama3_2
+from torchtune.models.qwen2 import Qwen2Tokenizer
+from torchtune.models.qwen2_5._tokenizer import Qwen2_5Tokenizer
 
 from helpers.own_components import ListDataset
 from helpers.sources import tokens_of
 from helpers.texts import ALPACA
-from helpers.tiny_tokenizers import hf_encoder, llama3_tokenizer
+from helpers.tiny_tokenizers import hf_encoder, llama3_tokenizer, qwen2_tokenizer
 from ppl_eval.data import domains, sft
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.protocols import per_sample
@@ -297,6 +299,46 @@ def test_truncation_is_told(encoder: TextEncoder, tmp_path: Path) -> None:
         encoder.tokenizer.max_seq_len = None
     assert max(np.diff(data.offsets_D1)) == 7
     assert any("samples are as long as tokenizer.max_seq_len=8" in note for note in data.notes)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Tokenizer, Qwen2_5Tokenizer])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_limit_that_cuts_nothing_masks_nothing(tmp_path: Path, kind: Any, packed: bool) -> None:
+    from torchtune.datasets import alpaca_dataset
+
+    section = alpaca_section(tmp_path)
+    tokenizer = qwen2_tokenizer(tmp_path / "qwen", kind)
+    plain = made(sft(section), wrap_tokenizer(tokenizer, {}), tmp_path / "cache")
+    tokenizer.max_seq_len = 400
+    arguments = {key: value for key, value in section.items() if key != "_component_"}
+    theirs = alpaca_dataset(tokenizer, **arguments)
+    data = made(sft({**section, "packed": packed}), wrap_tokenizer(tokenizer, {}), tmp_path / "cache")
+    assert documents(data) == documents(plain)
+    ends = [labels[-1] for _, labels in documents(data)]
+    assert ends == [tokenizer.eos_id] * 4
+    assert [theirs[i]["labels"][-1] for i in range(4)] == [MASKED] * 4
+    assert any(
+        "masks 4 labels (end tokens) of samples that tokenizer.max_seq_len=400" in n for n in data.notes
+    )
+    assert not any("max_seq_len" in note for note in plain.notes)
+
+
+def test_a_limit_that_cuts_does_what_torchtune_does(tmp_path: Path) -> None:
+    from torchtune.datasets import alpaca_dataset
+
+    section = alpaca_section(tmp_path)
+    tokenizer = qwen2_tokenizer(tmp_path / "qwen")
+    whole = made(sft(section), wrap_tokenizer(tokenizer, {}), tmp_path / "cache")
+    lengths = np.diff(whole.offsets_D1)
+    tokenizer.max_seq_len = limit = int(np.sort(lengths)[1])
+    arguments = {key: value for key, value in section.items() if key != "_component_"}
+    theirs = alpaca_dataset(tokenizer, **arguments)
+    data = made(sft(section), wrap_tokenizer(tokenizer, {}), tmp_path / "cache")
+    for index, (cut, full) in enumerate(zip(documents(data), documents(whole), strict=True)):
+        expected = (theirs[index]["tokens"], [int(label) for label in theirs[index]["labels"]])
+        assert cut == (full if lengths[index] <= limit else expected)
+    num_short = int((lengths <= limit).sum())
+    assert any(f"masks {num_short} labels" in note for note in data.notes)
 
 
 def test_hugging_face_tokenizers_do_for_text_completion_but_not_for_chats(tmp_path: Path) -> None:

@@ -57,7 +57,13 @@ def test_a_users_own_source(encoder: TextEncoder, tmp_path: Path) -> None:
     assert data.num_documents == 2
     assert data.notes == ("counted",)
     assert data.num_bytes_D is None
-    assert set(data.fingerprint) == {"countdown_sha256", "tokenizer_sha256", "join", "bos_tokens"}
+    assert set(data.fingerprint) == {
+        "countdown_sha256",
+        "tokenizer_sha256",
+        "special_tokens",
+        "join",
+        "bos_tokens",
+    }
     silent, other = own(encoder, tmp_path, sizes=[3, 2]), own(encoder, tmp_path, sizes=[2, 3])
     assert silent.notes == ()
     assert silent.tokens.filename == data.tokens.filename != other.tokens.filename

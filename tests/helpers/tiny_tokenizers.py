@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torchtune.models.llama3 import Llama3Tokenizer
+from torchtune.models.qwen2 import Qwen2Tokenizer
 from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -114,6 +115,39 @@ def llama3_tokenizer(folder: Path) -> Llama3Tokenizer:
     path = folder / "tokenizer.model"
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(ranks)))
     return Llama3Tokenizer(str(path))
+
+
+def sentencepiece_model(folder: Path, model_type: str = "bpe") -> Path:
+    """A SentencePiece model of 900 pieces trained on ``texts.corpus``, in Llama 2's manner."""
+    import sentencepiece
+
+    (folder / "corpus.txt").write_text("".join(corpus()))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "corpus.txt"),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=900,
+        model_type=model_type,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder / "tokenizer.model"
+
+
+def qwen2_tokenizer(folder: Path, kind: type[Qwen2Tokenizer] = Qwen2Tokenizer) -> Qwen2Tokenizer:
+    """Qwen2's tokenizer class over a vocabulary of bytes and a merge, its special tokens behind them."""
+    folder.mkdir(exist_ok=True)
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab["th"] = len(vocab)
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "merges.txt").write_text("t h\n")
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+    special = {name: len(vocab) + i for i, name in enumerate(names)}
+    return kind(str(folder / "vocab.json"), str(folder / "merges.txt"), special)
 
 
 def tiny_tokenizer(text: str, adds_bos: bool) -> PreTrainedTokenizerFast:

@@ -41,7 +41,13 @@ def test_a_dropped_tail_is_noted():
 def test_parameters_in_the_result():
     protocol = protocols.disjoint(4, keep_tail=True)
     assert (protocol.name, protocol.prefix_rule) == ("disjoint", None)
-    assert protocol.parameters == {"max_seq_len": 4, "join": "\n\n", "keep_tail": True, "bos": "tokenizer"}
+    assert protocol.parameters == {
+        "max_seq_len": 4,
+        "join": "\n\n",
+        "keep_tail": True,
+        "bos": "tokenizer",
+        "special_tokens": "parse",
+    }
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_key_that_the_model_lacks(refuse, copy):
     assert "layers.7.mlp.w3.weight" in refuse(folder=copy)
 
 
-def test_tokenizer_of_another_model(refuse, copy):
+def test_token_that_the_model_does_not_have(refuse, copy, tmp_path):
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append(
         {
@@ -108,8 +108,15 @@ def test_tokenizer_of_another_model(refuse, copy):
         }
     )
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-    said = refuse(folder=copy)
-    assert "the tokenizer has 321 ids, but the model's vocabulary has 320" in said
+    (tmp_path / "more.txt").write_text("One.\n\nTwo <more> words.")
+    said = refuse(
+        f"dataset.paths=[{tmp_path / 'more.txt'}]",
+        "dataset.unit=blank_line",
+        "protocol={_component_: ppl_eval.protocols.rolling, max_seq_len: 64}",
+        folder=copy,
+    )
+    assert "document 1 holds the token '<more>' (id 320) at position" in said
+    assert "the model's vocabulary has 320" in said
 
 
 def test_output_dir_not_writable(refuse, tmp_path):

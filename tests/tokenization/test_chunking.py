@@ -51,7 +51,7 @@ _made: list[Encoding] = []
 
 def _drawn_encodings() -> list[Encoding]:
     if not _made:
-        _made.extend(Encoding(partial(encode_hf, hard_bpe(kind))) for kind in HF_KINDS)
+        _made.extend(Encoding(partial(encode_hf, hard_bpe(kind), False)) for kind in HF_KINDS)
     return _made
 
 

@@ -11,7 +11,7 @@ from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
 from helpers.chunks import in_chunks
 from helpers.texts import corpus, nasty_text
-from helpers.tiny_tokenizers import hard_bpe, llama3_tokenizer, train_bpe, write_folder
+from helpers.tiny_tokenizers import hard_bpe, llama3_tokenizer, sentencepiece_model, train_bpe, write_folder
 from ppl_eval.tokenization import chunking
 from ppl_eval.tokenization.cuttable import why_one_call
 from ppl_eval.tokenization.encoders import encoding_of
@@ -188,25 +188,11 @@ def test_llama3_parts_are_those_of_torchtune(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
 def test_sentencepiece(tmp_path: Path, model_type: str) -> None:
-    import sentencepiece
     from torchtune.models.llama2 import Llama2Tokenizer
 
-    (tmp_path / "corpus.txt").write_text("".join(corpus()))
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "corpus.txt"),
-        model_prefix=str(tmp_path / "tokenizer"),
-        vocab_size=900,
-        model_type=model_type,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        allow_whitespace_only_pieces=True,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    tokenizer = Llama2Tokenizer(str(tmp_path / "tokenizer.model"))
-    encoding = encoding_of(tokenizer, {})
+    tokenizer = Llama2Tokenizer(str(sentencepiece_model(tmp_path, model_type)))
+    # torchtune's own call spells special tokens.
+    encoding = encoding_of(tokenizer, {}, "text")
     assert (encoding.one_call is None) == (model_type == "bpe")
     taken = 0
     for seed in range(8):

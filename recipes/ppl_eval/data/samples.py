@@ -1,21 +1,12 @@
-"""Validation sets as users train on them: any torchtune dataset becomes tokens, labels and document
-boundaries.
+"""Samples with labels as a source: tokens, labels and document boundaries, whatever made them.
 
 The sum over samples is what a training run's token-weighted validation loss should be: each sample is a
 document of its own, a label of -100 is never scored, and neither is a document's first token.
-
-Packed datasets. torchtune trains a pack with a block-causal mask and positions that start anew in each
-sample, so a token sees its own sample and nothing else. A pack is therefore taken apart again: each sample is
-scored in a window of its own, with positions from 0, and no mask is needed. The recipes of torchtune 0.6.1
-also score the first token of each packed sample against the last of the one before, which it cannot see; that
-target does not exist here. Where ``split_across_pack`` cut a sample, its second half is a sample that starts
-without context, as it did in training (rotary positions are relative, so that they start at 0 changes nothing
-but rounding).
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +17,23 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from ppl_eval.data.array_cache import ArrayWriter
 from ppl_eval.data.sources import ALL, Content, EncodeRequest, Written
 from ppl_eval.data.tokenize import token_dtype
-from ppl_eval.tokenization.tokenizer import TextEncoder
 
 Ids = npt.NDArray[np.int64]
 
 
 class Sample(NamedTuple):
-    """Tokens of one sample, and labels that are not shifted: each is its own token, or -100."""
+    """Tokens of one sample, and labels that are not shifted: each is its own token, or -100.
+
+    Attributes:
+        tokens: the tokens, int64.
+        labels: the labels, int64.
+        sizes: bytes of each token that is a target, and how many words begin in it behind the sample's first;
+            int64 [2, tokens]. None where they are not known.
+    """
 
     tokens: Ids
     labels: Ids
+    sizes: Ids | None = None
 
     def num_scored(self) -> int:
         """Count its targets; its first token never is one."""
@@ -43,32 +41,33 @@ class Sample(NamedTuple):
 
 
 @dataclass
-class _Counts:
-    """What the notes say about the samples of a domain."""
+class SampleCounts:
+    """What the notes say about the samples of a domain; ``remarks`` are those of the form that they had."""
 
     num_samples: int = 0
     num_scored_tokens: int = 0
     num_empty: int = 0
     num_unscored: int = 0
-    num_at_limit: int = 0
-    num_packs: int = 0
-    num_shifted: int = 0
-    num_crossing: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+
+# Makes the samples of a domain for a request; appends to the remarks of the counts.
+MakeSamples = Callable[[EncodeRequest, SampleCounts], Iterator[Sample]]
 
 
 @dataclass(frozen=True)
 class SampleSource:
-    """Sections that build torchtune datasets, and the domain of each.
+    """Samples with labels.
 
     Attributes:
         name: the factory's name.
         parameters: what it was called with, for the result.
-        sections: domain to section.
+        domains: domain to what makes its samples.
     """
 
     name: str
     parameters: dict[str, Any]
-    sections: dict[str, dict[str, Any]]
+    domains: dict[str, MakeSamples]
 
     def stamp(self) -> None:
         """Return None: what a dataset holds is known only after it was made."""
@@ -77,15 +76,14 @@ class SampleSource:
         """Make all samples, and hash them.
 
         Raises:
-            ValueError: if a dataset or a sample is not what torchtune's are, nothing is to be scored, or the
-                request joins.
+            ValueError: if a sample is not what it should be, nothing is to be scored, or the request joins.
         """
         if request.join is not None:
             raise ValueError(
                 "protocol: this protocol joins documents, and samples with labels cannot be joined; use "
                 "ppl_eval.protocols.per_sample"
             )
-        facts, counts = self._read(request.encoder, lambda domain, sample: None)
+        facts, counts = self._read(request, lambda domain, sample: None)
         num_samples = sum(count.num_samples for count in counts.values())
         if not any(count.num_scored_tokens for count in counts.values()):
             raise ValueError(
@@ -96,7 +94,7 @@ class SampleSource:
         notes = [
             note if name == ALL else f"{name}: {note}"
             for name, count in counts.items()
-            for note in _notes(count, request.encoder)
+            for note in _notes(count)
         ]
         if request.bos in ("always", "never"):
             notes.append(
@@ -111,234 +109,91 @@ class SampleSource:
         Raises:
             ValueError: if they are not those that ``identify`` saw.
         """
-        tokens = ArrayWriter(folder / "tokens.bin", token_dtype(request))
-        labels = ArrayWriter(folder / "labels.bin", np.int32)
-        offsets = ArrayWriter(folder / "offsets.bin", np.int64)
-        domains = ArrayWriter(folder / "domain.bin", np.int32)
-        offsets.append(0)
-
-        def add(domain: int, sample: Sample) -> None:
-            tokens.extend(sample.tokens)
-            labels.extend(sample.labels)
-            offsets.append(tokens.length)
-            domains.append(domain)
-
-        facts, counts = self._read(request.encoder, add)
+        writer = _SampleWriter(folder, request)
+        facts, counts = self._read(request, writer.add)
         if facts != content.facts:
             raise ValueError(
                 "the dataset gave other samples when it was read again: it changed meanwhile, or it draws at "
                 "random, and then no number of it can be repeated"
             )
-        columns = {"tokens": tokens, "labels": labels, "offsets": offsets, "domain": domains}
-        arrays = {name: column.close() for name, column in columns.items()}
         num_samples = sum(count.num_samples for count in counts.values())
-        return Written(arrays, list(self.sections), num_samples, notes=[])
+        return Written(writer.close(), list(self.domains), num_samples, notes=[])
 
     def merge(self, sources: "Mapping[str, SampleSource]") -> "SampleSource":
         """Return one source of several, each a domain."""
-        sections = {name: section for name, source in sources.items() for section in source.sections.values()}
-        return SampleSource("domains", {"sources": sections}, sections)
+        domains = {name: make for name, source in sources.items() for make in source.domains.values()}
+        parameters = {name: {"name": source.name, **source.parameters} for name, source in sources.items()}
+        return SampleSource("domains", {"sources": parameters}, domains)
 
     def _read(
-        self, encoder: TextEncoder, use: Callable[[int, Sample], None]
-    ) -> tuple[dict[str, str], dict[str, _Counts]]:
+        self, request: EncodeRequest, use: Callable[[int, Sample], None]
+    ) -> tuple[dict[str, str], dict[str, SampleCounts]]:
         """Make all samples and give each, with its domain's number, to ``use``.
 
         Returns:
             The hash of the samples, and each domain's counts.
         """
         digest = hashlib.sha256()
-        counts = {name: _Counts() for name in self.sections}
-        for domain, (name, section) in enumerate(self.sections.items()):
-            for sample in _samples(section, encoder, counts[name]):
+        counts = {name: SampleCounts() for name in self.domains}
+        for domain, (name, make) in enumerate(self.domains.items()):
+            count = counts[name]
+            for sample in make(request, count):
+                if len(sample.tokens) == 0:
+                    count.num_empty += 1
+                    continue
+                count.num_samples += 1
+                count.num_scored_tokens += sample.num_scored()
+                count.num_unscored += sample.num_scored() == 0
                 use(domain, sample)
                 digest.update(len(sample.tokens).to_bytes(8, "little"))
                 digest.update(sample.tokens.astype("<i8").tobytes() + sample.labels.astype("<i8").tobytes())
+                if sample.sizes is not None:
+                    digest.update(b"sizes" + sample.sizes.astype("<i8").tobytes())
             digest.update(name.encode() + b"\0")
         return {"samples_sha256": digest.hexdigest()}, counts
 
 
-def sft(dataset: Mapping[str, Any]) -> SampleSource:
-    """A torchtune dataset, exactly as a training config's ``dataset`` section has it.
+class _SampleWriter:
+    """Writes samples as arrays; bytes and words only where all samples have them."""
 
-    Args:
-        dataset: the section: its ``_component_`` (``torchtune.datasets.alpaca_dataset``, ``chat_dataset``,
-            ``text_completion_dataset``, or your own) and its arguments. It gets the run's tokenizer, as in
-            training.
+    def __init__(self, folder: Path, request: EncodeRequest) -> None:
+        kinds = {"tokens": token_dtype(request), "labels": np.int32, "offsets": np.int64, "domain": np.int32}
+        kinds |= {
+            "token_bytes": np.uint32,
+            "token_words": np.uint32,
+            "num_bytes": np.int64,
+            "num_words": np.int64,
+        }
+        self._columns = {name: ArrayWriter(folder / f"{name}.bin", kind) for name, kind in kinds.items()}
+        self._columns["offsets"].append(0)
+        self._is_measured = True
 
-    Raises:
-        ValueError: if it is no section with a ``_component_``.
-    """
-    if not isinstance(dataset, Mapping) or "_component_" not in dataset:
-        raise ValueError(
-            f"dataset.dataset is {dataset!r}; it must be the dataset section of a training config, with a "
-            "_component_ such as torchtune.datasets.alpaca_dataset"
-        )
-    section = dict(dataset)
-    return SampleSource("sft", {"dataset": section}, {ALL: section})
+    def add(self, domain: int, sample: Sample) -> None:
+        columns = self._columns
+        columns["tokens"].extend(sample.tokens)
+        columns["labels"].extend(sample.labels)
+        columns["offsets"].append(columns["tokens"].length)
+        columns["domain"].append(domain)
+        self._is_measured = self._is_measured and sample.sizes is not None
+        if not self._is_measured or sample.sizes is None:
+            return
+        for what, values in zip(("bytes", "words"), sample.sizes, strict=True):
+            columns[f"token_{what}"].extend(values)
+        num_bytes, num_words = sample.sizes.sum(axis=1).tolist()
+        columns["num_bytes"].append(num_bytes)
+        # A text has a word more than places where further words begin.
+        columns["num_words"].append(num_words + 1)
 
-
-def _samples(section: dict[str, Any], encoder: TextEncoder, counts: _Counts) -> Iterator[Sample]:
-    dataset = _build(section, encoder)
-    component = section["_component_"]
-    num_indices = len(dataset)
-    shifted_where_unclear = _first_clear(dataset, component, num_indices)
-    for index in range(num_indices):
-        tokens, labels, ends = _read(dataset, index, component)
-        counts.num_packs += len(ends) > 1
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            found = Sample(tokens[begin:end], labels[begin:end])
-            is_shifted = _is_shifted(found, shifted_where_unclear)
-            if is_shifted is None:
-                raise ValueError(
-                    f"sample {index} of {component}: its labels are neither its tokens nor its next tokens "
-                    "(nor -100); such a dataset trains on something other than next tokens"
-                )
-            if is_shifted:
-                counts.num_shifted += 1
-                # In a pack, the last label is the next document's first token, which is no target here.
-                is_crossing = len(ends) > 1 and bool(labels[end - 1] != CROSS_ENTROPY_IGNORE_IDX)
-                counts.num_crossing += is_crossing
-                found = _unshifted(found, keeps_last_label=not is_crossing)
-            if len(found.tokens) == 0:
-                counts.num_empty += 1
-                continue
-            counts.num_samples += 1
-            counts.num_scored_tokens += found.num_scored()
-            counts.num_unscored += found.num_scored() == 0
-            counts.num_at_limit += len(found.tokens) in _limits(encoder)
-            yield found
+    def close(self) -> dict[str, Any]:
+        measures = ("token_bytes", "token_words", "num_bytes", "num_words")
+        if not self._is_measured:
+            for name in measures:
+                self._columns.pop(name).path.unlink()
+        return {name: column.close() for name, column in self._columns.items()}
 
 
-def _build(section: dict[str, Any], encoder: TextEncoder) -> Any:
-    from omegaconf import OmegaConf
-    from torchtune.config import instantiate
-
-    tokenizer = encoder.tokenizer
-    # torchtune's datasets read these, and its wrapper of Hugging Face tokenizers lacks them.
-    for name, value in (("max_seq_len", None), ("pad_id", 0)):
-        if not hasattr(tokenizer, name):
-            setattr(tokenizer, name, value)
-    try:
-        dataset = instantiate(OmegaConf.create(dict(section)), tokenizer)
-    except Exception as error:
-        raise ValueError(
-            f"dataset.dataset: {section['_component_']} cannot be built: {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
-            f"dataset.dataset: {section['_component_']} has no length or no index; streams are not supported"
-        )
-    return dataset
-
-
-def _read(dataset: Any, index: int, component: str) -> tuple[Ids, Ids, list[int]]:
-    """Return tokens and labels of a sample, and where the documents in it end (several in a pack)."""
-    where = f"sample {index} of {component}"
-    try:
-        sample = dataset[index]
-    except Exception as error:
-        hint = ""
-        if "not callable" in str(error) or "tokenize_messages" in str(error):
-            hint = "; it needs a tokenizer that knows chats, such as the model's own in torchtune.models"
-        raise ValueError(f"{where} cannot be made: {type(error).__name__}: {error}{hint}") from error
-    if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= set(sample):
-        found = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ValueError(
-            f"{where} has no tokens and labels (it has: {found}); only datasets for fine-tuning are supported"
-        )
-    if "encoder_input" in sample:
-        raise ValueError(f"{where} has images (encoder_input); only text is supported")
-    tokens, labels = (np.asarray(sample[key], dtype=np.int64) for key in ("tokens", "labels"))
-    if len(tokens) != len(labels):
-        raise ValueError(
-            f"{where} has {len(labels)} labels for {len(tokens)} tokens; there must be one for each"
-        )
-    return tokens, labels, _document_ends(sample, tokens, labels)
-
-
-def _document_ends(sample: Mapping[str, Any], tokens: Ids, labels: Ids) -> list[int]:
-    seq_lens = sample.get("seq_lens")
-    input_pos = sample.get("input_pos")
-    if seq_lens is not None and int(np.sum(np.asarray(seq_lens))) == len(tokens):
-        ends = np.cumsum(np.asarray(seq_lens)).tolist()
-    elif input_pos is not None and len(input_pos) == len(tokens):
-        positions = np.asarray(input_pos)
-        ends = [*(np.flatnonzero(positions[1:] <= positions[:-1]) + 1).tolist(), len(tokens)]
-    else:
-        return [len(tokens)]
-    # Padding is one more "document" at the end of a pack: nothing scored in it, one and the same token. (A
-    # sample that looks so has nothing to score either.)
-    while len(ends) > 1 and _is_padding(tokens[ends[-2] : ends[-1]], labels[ends[-2] : ends[-1]]):
-        ends.pop()
-    return ends
-
-
-def _is_padding(tokens: Ids, labels: Ids) -> bool:
-    return bool((labels == CROSS_ENTROPY_IGNORE_IDX).all() and (tokens == tokens[:1]).all())
-
-
-def _fits(sample: Sample) -> tuple[bool, bool]:
-    """Return whether the labels that are not masked can be read as not shifted, and as shifted by one."""
-    tokens, labels = sample
-    kept = labels != CROSS_ENTROPY_IGNORE_IDX
-    same = bool((labels == tokens)[kept].all())
-    # The last label of a shifted sample is of a token that is not in it: anything will do.
-    following = bool((labels[:-1] == tokens[1:])[kept[:-1]].all())
-    return same, following
-
-
-def _first_clear(dataset: Any, component: str, num_indices: int) -> bool:
-    """Return whether labels are shifted, by the first sample that leaves no doubt; False if there is none."""
-    for index in range(num_indices):
-        tokens, labels, ends = _read(dataset, index, component)
-        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
-            same, following = _fits(Sample(tokens[begin:end], labels[begin:end]))
-            if same != following:
-                return following
-    return False
-
-
-def _is_shifted(sample: Sample, where_unclear: bool) -> bool | None:
-    """Return whether a sample's labels are shifted by one; None where they fit neither way."""
-    same, following = _fits(sample)
-    if same and following:
-        return where_unclear
-    return following if same or following else None
-
-
-def _unshifted(sample: Sample, *, keeps_last_label: bool) -> Sample:
-    tokens, labels = sample
-    unshifted = np.concatenate([np.full(min(1, len(labels)), CROSS_ENTROPY_IGNORE_IDX), labels[:-1]])
-    if keeps_last_label and len(labels) and labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
-        return Sample(np.append(tokens, labels[-1]), np.append(unshifted, labels[-1]))
-    return Sample(tokens, unshifted)
-
-
-def _limits(encoder: TextEncoder) -> tuple[int, ...]:
-    # torchtune cuts chats to max_seq_len tokens, text completion to one less.
-    limit = getattr(encoder.tokenizer, "max_seq_len", None)
-    return (limit, limit - 1) if limit else ()
-
-
-def _notes(counts: _Counts, encoder: TextEncoder) -> list[str]:
-    notes = []
-    if counts.num_at_limit:
-        notes.append(
-            f"{counts.num_at_limit} samples are as long as "
-            f"tokenizer.max_seq_len={encoder.tokenizer.max_seq_len} lets them be: torchtune cuts longer ones "
-            "without a word, so what is missing was not scored"
-        )
-    if counts.num_packs:
-        notes.append(
-            f"{counts.num_packs} packs were taken apart: each sample is scored in a window of its own"
-        )
-    if counts.num_shifted:
-        notes.append(f"the labels of {counts.num_shifted} samples are shifted by one; they were read as such")
-    if counts.num_crossing:
-        notes.append(
-            f"{counts.num_crossing} labels ask for the first token of the next sample in a pack; not scored"
-        )
+def _notes(counts: SampleCounts) -> list[str]:
+    notes = list(counts.remarks)
     if counts.num_unscored:
         notes.append(f"{counts.num_unscored} samples have no token to score (all labels are -100)")
     if counts.num_empty:

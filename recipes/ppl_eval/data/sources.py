@@ -38,6 +38,7 @@ class EncodeRequest:
         return {
             "tokenizer": [encoder.sha256, encoder.vocab_size, encoder.bos_id, encoder.eos_id],
             "adds_bos": encoder.adds_bos,
+            "special_tokens": encoder.special_tokens,
             "join": self.join,
             "bos": self.bos,
             "word_separator": self.word_separator,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval.data.documents import Part
-from ppl_eval.data.input_files import open_binary
+from ppl_eval.data.input_files import COMPRESSED, open_binary
 from ppl_eval.data.sources import ALL
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
@@ -95,6 +95,38 @@ def read_table(file: Path, kind: str, columns: Columns, notes: list[str]) -> Ite
     else:
         rows = _binary_rows(file, kind.removeprefix("."), columns)
     return _parts(rows, str(file), columns, notes)
+
+
+def table_of(file: Path) -> str | None:
+    """Return the suffix that makes a file a table, one of ``TABLES``; None for one that is none."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes and suffixes[-1] in TABLES else None
+
+
+def table_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Read all columns of a table, with where each row stands.
+
+    Raises:
+        ValueError: if the file is damaged, or a line of it is.
+    """
+    kind = table_of(file)
+    if kind in (".jsonl", ".json"):
+        rows = _json_rows(file, kind)
+    elif kind == ".csv":
+        rows = _csv_rows(file)
+    else:
+        rows = _binary_rows(file, str(kind).removeprefix("."), None)
+    for where, row in rows:
+        if isinstance(row, _Bad):
+            raise ValueError(str(row))
+        yield where, row
+
+
+def named_rows(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Read all columns of a Hugging Face dataset, with where each row stands."""
+    return _batched_rows(rows, name, None)
 
 
 def rows_of(rows: Any, name: str, columns: Columns, notes: list[str]) -> Iterator[Part]:
@@ -252,7 +284,7 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
                 yield where, dict(zip(header, fields, strict=True))
 
 
-def _binary_rows(file: Path, kind: str, columns: Columns) -> Iterator[tuple[str, Any]]:
+def _binary_rows(file: Path, kind: str, columns: Columns | None) -> Iterator[tuple[str, Any]]:
     import datasets
     import pyarrow
 
@@ -280,16 +312,16 @@ def _column_names(file: Path, kind: str) -> list[str]:
             return ipc.open_file(mapped).schema.names
 
 
-def _batched_rows(rows: Any, name: str, columns: Columns) -> Iterator[tuple[str, dict[str, Any]]]:
+def _batched_rows(rows: Any, name: str, columns: Columns | None) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     for table in rows.with_format("arrow").iter(batch_size=256):
-        for wanted in columns.names():
+        for wanted in columns.names() if columns else ():
             if wanted not in table.column_names:
-                key = "column" if wanted == columns.text else "domain_column"
+                key = "column" if columns and wanted == columns.text else "domain_column"
                 raise ValueError(
                     f"dataset.{key} is {wanted!r}, which {name} does not have; it has: "
                     f"{', '.join(table.column_names)}"
                 )
-        for row in table.select(columns.names()).to_pylist():
+        for row in (table.select(columns.names()) if columns else table).to_pylist():
             number += 1
             yield f"{name} row {number}", row

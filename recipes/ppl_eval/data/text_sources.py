@@ -11,7 +11,6 @@ from typing import Any
 
 from ppl_eval.data.documents import Part, digest_of, documents_of
 from ppl_eval.data.input_files import (
-    COMPRESSED,
     expand_paths,
     notes_on_shared_files,
     refuse_repeated,
@@ -19,7 +18,7 @@ from ppl_eval.data.input_files import (
 )
 from ppl_eval.data.plain_text import UNITS, LineEnds, plain_parts
 from ppl_eval.data.sources import Content, EncodeRequest, Written
-from ppl_eval.data.tables import TABLES, Columns, load_named, load_saved, read_table, rows_of
+from ppl_eval.data.tables import TABLES, Columns, load_named, load_saved, read_table, rows_of, table_of
 from ppl_eval.data.tokenize import write_text_tokens
 
 BAD_LINES = ("error", "skip")
@@ -143,7 +142,7 @@ def text_files(
     columns = Columns(column or "text", domain_column, skip_bad=bad_lines == "skip")
     named = expand_paths(paths)
     files = named.files
-    tables = [_table_of(file) for file in files]
+    tables = [table_of(file) for file in files]
     for file, table in zip(files, tables, strict=True):
         if (column is not None or domain_column is not None) and table is None:
             raise ValueError(
@@ -237,10 +236,3 @@ def hub_text(
 def _check_choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"dataset.{key} is {value!r}; allowed: {', '.join(allowed)}")
-
-
-def _table_of(file: Path) -> str | None:
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in TABLES else None

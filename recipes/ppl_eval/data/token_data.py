@@ -17,7 +17,9 @@ from ppl_eval.data import array_cache
 from ppl_eval.data.sources import ALL, Content, EncodeRequest, Source, check_source
 
 # Part of every key: raise it when the files, the notes or the way a text is encoded change.
-_FORMAT = 6
+_FORMAT = 7
+# Ids that are looked at together.
+_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class TokenData:
         token_bytes: UTF-8 bytes of the tokenised text that each token stands for; those of a document add up
             to its text. uint32, like ``tokens``; None where the tokenizer cannot say.
         token_words: how many words begin in each token behind the document's first; uint32, or None.
+        highest_id: the highest id in ``tokens``; None where it was not looked for.
         num_documents: documents of the source that hold text, before any join.
         fingerprint: what identifies the data: hashes of text and tokenizer, and how it was encoded.
         notes: what a reader of the result must know (empty documents, adjusted values).
@@ -56,11 +59,26 @@ class TokenData:
     domain_D: npt.NDArray[np.int32] | None = None
     token_bytes: npt.NDArray[np.uint32] | None = None
     token_words: npt.NDArray[np.uint32] | None = None
+    highest_id: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens in the stream."""
         return int(self.offsets_D1[-1])
+
+    def first_id_beyond(self, vocab_size: int) -> tuple[int, int, int] | None:
+        """Return document, position in it, and id of the first token whose id is ``vocab_size`` or more; None
+        where there is none, which costs nothing.
+        """
+        if self.highest_id is not None and self.highest_id < vocab_size:
+            return None
+        for begin in range(0, self.num_tokens, _BLOCK):
+            beyond = np.flatnonzero(self.tokens[begin : begin + _BLOCK] >= vocab_size)
+            if len(beyond):
+                at = begin + int(beyond[0])
+                document = int(np.searchsorted(self.offsets_D1, at, side="right")) - 1
+                return document, at - int(self.offsets_D1[document]), int(self.tokens[at])
+        return None
 
 
 def prepare_tokens(source: Source, request: EncodeRequest, cache: Path) -> Path:
@@ -88,7 +106,14 @@ def prepare_tokens(source: Source, request: EncodeRequest, cache: Path) -> Path:
     content = source.identify(request)
     fingerprint = _fingerprint(content, request)
     key = _key({"kind": kind, **fingerprint, "request": request.key(), "places": content.places})
-    folder = array_cache.build_once(cache, key, lambda empty: asdict(source.write(empty, request, content)))
+
+    def write(empty: Path) -> dict[str, Any]:
+        written = source.write(empty, request, content)
+        tokens = array_cache.open_array(empty, written.arrays["tokens"])
+        # Once, because every run of these arrays holds it against its model's vocabulary.
+        return {**asdict(written), "highest_id": _highest(tokens)}
+
+    folder = array_cache.build_once(cache, key, write)
     if stamp is None:
         view = _view(cache, {**asked, "folder": folder.name, "notes": content.notes})
     view.parent.mkdir(exist_ok=True)
@@ -126,6 +151,13 @@ def open_tokens(view: Path) -> TokenData:
         domain_D=arrays["domain"] if len(about["domains"]) > 1 else None,
         token_bytes=arrays.get("token_bytes"),
         token_words=arrays.get("token_words"),
+        highest_id=about["highest_id"],
+    )
+
+
+def _highest(tokens: npt.NDArray[Any]) -> int | None:
+    return max(
+        (int(tokens[begin : begin + _BLOCK].max()) for begin in range(0, len(tokens), _BLOCK)), default=None
     )
 
 
@@ -133,6 +165,7 @@ def _fingerprint(content: Content, request: EncodeRequest) -> dict[str, Any]:
     return {
         **content.facts,
         "tokenizer_sha256": request.encoder.sha256,
+        "special_tokens": request.encoder.special_tokens,
         "join": request.join,
         "bos_tokens": list(content.bos_tokens),
     }

@@ -58,7 +58,9 @@ def covered_text(plan: Plan, data: TokenData) -> CoveredText | None:
         end_K = begin_K + stop_K[is_cut_K]
         num_bytes_D[cut_K] = sums_between(data.token_bytes, begin_K, end_K)
         num_words_D[cut_K] = 1 + sums_between(data.token_words, begin_K, end_K)
-    if data.fingerprint["join"] is not None:
+    if data.labels is not None:
+        of = "scored parts of samples"
+    elif data.fingerprint["join"] is not None:
         of = "documents and the joins between them"
     else:
         of = "original documents" + ("; of one that is cut the tokenised text" if is_cut_K.any() else "")

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from ppl_eval.tokenization.encoders import SPECIAL_TOKENS
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 # start, score_start, stop and prefix of windows
@@ -91,6 +93,8 @@ class Protocol(ABC):
     Attributes:
         max_seq_len: most tokens that the model sees at once.
         bos: one of ``bos_policies``.
+        special_tokens: what becomes of names of special tokens in a text: ``parse`` makes them the tokens
+            that they name, ``text`` spells them in letters.
         join: text put between documents before the one tokenizer call; None scores every document on its own.
         smallest_max_seq_len: the smallest ``max_seq_len`` that scores anything.
         word_separator: what separates words where this protocol's reference counts them: ``white_space``
@@ -103,6 +107,7 @@ class Protocol(ABC):
     max_seq_len: int
     # Without annotations, so that these are fields only of protocols that have them as parameters.
     bos = "tokenizer"
+    special_tokens = "parse"
     join = cast("str | None", None)
     smallest_max_seq_len = 1
     word_separator = "white_space"
@@ -111,6 +116,7 @@ class Protocol(ABC):
         """Check the parameters."""
         check_whole_number("max_seq_len", self.max_seq_len, self.smallest_max_seq_len)
         check_choice("bos", self.bos, self.bos_policies)
+        check_choice("special_tokens", self.special_tokens, SPECIAL_TOKENS)
 
     @property
     def name(self) -> str:

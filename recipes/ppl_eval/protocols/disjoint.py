@@ -26,6 +26,7 @@ class Disjoint(Protocol):
         keep_tail: score the n mod L tokens that are left too, in a shorter last window. The published tables
             drop them.
         bos: BOS policy.
+        special_tokens: ``parse`` or ``text``, see ``Protocol``.
 
     Raises:
         ValueError: for a parameter out of range.
@@ -35,6 +36,7 @@ class Disjoint(Protocol):
     join: str = "\n\n"
     keep_tail: bool = False
     bos: str = "tokenizer"
+    special_tokens: str = "parse"
     smallest_max_seq_len = 2
 
     def num_windows(self, length: IntArray) -> IntArray:

@@ -32,6 +32,7 @@ class LlamaCpp(Protocol):
         max_seq_len: c, the tool's ``-c``.
         join: text between documents; the tool reads one file as it is.
         bos: BOS policy.
+        special_tokens: ``parse`` or ``text``, see ``Protocol``; the tool does not parse them.
 
     Raises:
         ValueError: for a parameter out of range.
@@ -40,6 +41,7 @@ class LlamaCpp(Protocol):
     max_seq_len: int = 512
     join: str = ""
     bos: str = "tokenizer"
+    special_tokens: str = "text"
     bos_policies = ("tokenizer", "always", "never")
     smallest_max_seq_len = 3
     covers_text = False
@@ -48,7 +50,7 @@ class LlamaCpp(Protocol):
         """Return the protocol without BOS where ``bos`` leaves it to a tokenizer that adds none."""
         if self.bos != "tokenizer" or adds_bos:
             return self
-        return _WithoutBos(self.max_seq_len, self.join, self.bos)
+        return _WithoutBos(**self.parameters)
 
     @property
     def prefix_rule(self) -> str | None:

@@ -38,6 +38,7 @@ class Megatron(Protocol):
         join: text between documents; the reference reads one file as it is. (Words are counted document by
             document, so that one file must be one document to give its ``adjusted_perplexity``.)
         bos: BOS policy.
+        special_tokens: ``parse`` or ``text``, see ``Protocol``.
 
     Raises:
         ValueError: for a parameter out of range.
@@ -47,6 +48,7 @@ class Megatron(Protocol):
     overlap_stride: int | None = None
     join: str = ""
     bos: str = "never"
+    special_tokens: str = "parse"
     word_separator = "space"
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ class PerSample(Protocol):
             the rest is not, which the result says); ``window`` (cut into windows side by side, in which every
             target is scored once).
         bos: BOS policy.
+        special_tokens: ``parse`` or ``text``, see ``Protocol``.
 
     Raises:
         ValueError: for a parameter out of range, and, when windows are counted, for a sample that is too
@@ -41,6 +42,7 @@ class PerSample(Protocol):
     max_seq_len: int
     too_long: str = "error"
     bos: str = "tokenizer"
+    special_tokens: str = "parse"
 
     def __post_init__(self) -> None:
         """Check the parameters."""

@@ -29,6 +29,7 @@ class Rolling(Protocol):
         max_seq_len: L, most tokens that the model sees at once.
         context_len: fewest context tokens of a later window, from 1 to L.
         bos: BOS policy.
+        special_tokens: ``parse`` or ``text``, see ``Protocol``.
 
     Raises:
         ValueError: for a parameter out of range.
@@ -37,6 +38,7 @@ class Rolling(Protocol):
     max_seq_len: int
     context_len: int = 1
     bos: str = "never"
+    special_tokens: str = "parse"
     prefix_rule = "bos_or_eos"
 
     def __post_init__(self) -> None:

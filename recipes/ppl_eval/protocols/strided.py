@@ -45,6 +45,7 @@ class Strided(Protocol):
         weighting: ``exact`` or ``hf_doc``.
         join: text between documents.
         bos: BOS policy.
+        special_tokens: ``parse`` or ``text``, see ``Protocol``.
 
     Raises:
         ValueError: for a parameter out of range.
@@ -55,6 +56,7 @@ class Strided(Protocol):
     weighting: str = "exact"
     join: str = "\n\n"
     bos: str = "tokenizer"
+    special_tokens: str = "parse"
     smallest_max_seq_len = 2
 
     def __post_init__(self) -> None:

@@ -49,8 +49,11 @@ def read_inputs(settings: Settings, world: World) -> Inputs:
     Raises:
         ValueError: if something is missing or does not fit.
     """
-    encoder = wrap_tokenizer(instantiate("tokenizer", settings.tokenizer), settings.tokenizer)
-    protocol = _read_protocol(settings).for_tokenizer(encoder.adds_bos)
+    protocol = _read_protocol(settings)
+    encoder = wrap_tokenizer(
+        instantiate("tokenizer", settings.tokenizer), settings.tokenizer, protocol.special_tokens
+    )
+    protocol = protocol.for_tokenizer(encoder.adds_bos)
     prefix_token = bos.prefix_token(protocol, encoder)
     source = instantiate("dataset", settings.dataset)
 

@@ -14,6 +14,7 @@ from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
+from ppl_eval.data.token_data import TokenData
 from ppl_eval.models import attention, config_check, families
 from ppl_eval.models import cpu_rotary as rotary
 from ppl_eval.parallel.parallel_dims import ParallelDims
@@ -22,6 +23,7 @@ from ppl_eval.quantization.quantize import QuantizationReport, quantize
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring import split as parallel
 from ppl_eval.scoring.nll import ScoringModel
+from ppl_eval.tokenization.tokenizer import TextEncoder
 
 
 @dataclass
@@ -87,8 +89,26 @@ def match_family(
     return verdict, notes + remarks
 
 
-def check_fit(model: TransformerDecoder, max_seq_len: int, vocab_size: int) -> None:
-    """Refuse windows longer than the model's context, and a tokenizer with ids that the model does not have.
+def check_fit(
+    model: TransformerDecoder,
+    max_seq_len: int,
+    data: TokenData,
+    encoder: TextEncoder,
+    prefix_token: int | None = None,
+) -> list[str]:
+    """Refuse windows longer than the model's context, and tokens that the model does not have.
+
+    What counts is the ids in the data: a tokenizer may name more than the model was given.
+
+    Args:
+        model: for its context and its vocabulary.
+        max_seq_len: tokens of a window.
+        data: the tokens to be scored.
+        encoder: their tokenizer.
+        prefix_token: what goes before windows that have a prefix.
+
+    Returns:
+        Notes for the result: at most one line.
 
     Raises:
         ValueError: if one of them does not fit.
@@ -100,11 +120,30 @@ def check_fit(model: TransformerDecoder, max_seq_len: int, vocab_size: int) -> N
             " checkpoint was trained for more"
         )
     model_vocab = model.tok_embeddings.num_embeddings
-    if vocab_size > model_vocab:
+    belongs = (
+        f"the model's vocabulary has {model_vocab} (0 to {model_vocab - 1}); the tokenizer"
+        + (f" of {encoder.vocab_size} ids" if encoder.vocab_size > model_vocab else "")
+        + " or the data belongs to another model, or the model was not resized for tokens that were added"
+    )
+    if prefix_token is not None and prefix_token >= model_vocab:
         raise ValueError(
-            f"the tokenizer has {vocab_size} ids, but the model's vocabulary has {model_vocab}: the tokenizer"
-            " belongs to another model"
+            f"the token before each window is {encoder.name_of(prefix_token)} (id {prefix_token}), but"
+            f" {belongs}"
         )
+    found = data.first_id_beyond(model_vocab)
+    if found is not None:
+        document, position, token = found
+        raise ValueError(
+            f"document {document} holds the token {encoder.name_of(token)} (id {token}) at position"
+            f" {position} (both count from 0), but {belongs}"
+        )
+    if encoder.vocab_size <= model_vocab:
+        return []
+    highest = encoder.vocab_size - 1
+    return [
+        f"the tokenizer names ids up to {highest} ({encoder.name_of(highest)}), the model's vocabulary has"
+        f" {model_vocab}; no token of the data is beyond it"
+    ]
 
 
 def prepare_for_device(decoder: TransformerDecoder, device: torch.device, compiled: bool) -> None:
@@ -156,6 +195,7 @@ def load_model(
     whole = settings.quantizer is not None or any(map(is_quantized, state_dict.meta.values()))
     if whole:
         dims.check_quantized()
+    _check_calibration(decoder, batches)
     whole = whole or not (dims.fsdp_enabled or dims.tp_enabled)
 
     notes: list[str] = []
@@ -179,6 +219,16 @@ def load_model(
     if settings.compile:
         training.compile_model(decoder)
     return BuiltModel(model.scorer, num_parameters, report, notes + model.notes)
+
+
+def _check_calibration(decoder: TransformerDecoder, batches: list[torch.Tensor] | None) -> None:
+    model_vocab = decoder.tok_embeddings.num_embeddings
+    highest = max((int(tokens_BT.max()) for tokens_BT in batches or ()), default=0)
+    if highest >= model_vocab:
+        raise ValueError(
+            f"quantizer.calibration.dataset holds the token id {highest}, but the model's vocabulary has"
+            f" {model_vocab}; calibrate on text without that token"
+        )
 
 
 def _split(

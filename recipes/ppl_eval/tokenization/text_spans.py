@@ -9,8 +9,10 @@ is checked against the size of the text, and where it fails (a normaliser change
 anything unknown) the tokenizer's own spans are used.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from ppl_eval.tokenization.word_count import WordState, utf8_widths, word_starts
 
 IntArray = npt.NDArray[np.int64]
 Spans = Callable[[str], tuple[IntArray, IntArray]]
+# Names and ids of special tokens.
+SpecialTokens = tuple[tuple[str, int], ...]
 
 # SentencePiece writes a space as this letter, and a byte without a token of its own as <0x00> to <0xFF>.
 _SPACE = "\u2581"
@@ -131,7 +135,19 @@ def _share_characters(begins: IntArray, ends: IntArray, lengths: IntArray, base:
             ends[first:stop] = start + np.cumsum(parts)
 
 
-def spans_of_hf(tokenizer: Any, description: dict[str, Any]) -> TextSpans:
+def split_special(special: SpecialTokens, text: str) -> list[str]:
+    """Split a text at names of special tokens: every second part is one of them, and some are empty."""
+    return _pattern(special).split(text)
+
+
+@lru_cache(maxsize=4)
+def _pattern(special: SpecialTokens) -> re.Pattern[str]:
+    # Of two names that begin alike the longer one is meant.
+    names = sorted((name for name, _ in special), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, names))})")
+
+
+def spans_of_hf(tokenizer: Any, description: dict[str, Any], spell: bool = False) -> TextSpans:
     """Return what a ``tokenizers.Tokenizer`` knows; ``description`` is its tokenizer.json."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -150,16 +166,18 @@ def spans_of_hf(tokenizer: Any, description: dict[str, Any]) -> TextSpans:
     unknown = description["model"].get("unk_token")
     if unknown in pieces:
         pieces[unknown] = _UNKNOWN
-    return _table(((vocab[token], token, size) for token, size in pieces.items()), _HFSpans(tokenizer))
+    return _table(((vocab[token], token, size) for token, size in pieces.items()), _HFSpans(tokenizer, spell))
 
 
-def spans_of_sentencepiece(processor: Any) -> TextSpans:
-    """Return what a ``SentencePieceProcessor`` knows."""
+def spans_of_sentencepiece(processor: Any, special: SpecialTokens = ()) -> TextSpans:
+    """Return what a ``SentencePieceProcessor`` knows; ``special`` are the tokens that are parsed."""
     rows = []
     for index in range(processor.get_piece_size()):
         piece = processor.id_to_piece(index)
         rows.append((index, piece, _UNKNOWN if processor.is_unknown(index) else _piece_bytes(piece)))
-    return _table(rows, _SentencePieceSpans(processor))
+    rows += [(index, name, len(name.encode())) for name, index in special]
+    spans = _SentencePieceSpans(processor)
+    return _table(rows, _ParsedSpans(spans, special) if special else spans)
 
 
 def spans_of_tiktoken(encoding: Any) -> TextSpans:
@@ -183,8 +201,10 @@ def spans_of_byte_level(vocab: dict[str, int], special: dict[str, int]) -> TextS
 @dataclass(frozen=True)
 class _HFSpans:
     tokenizer: Any
+    spell: bool
 
     def __call__(self, text: str) -> tuple[IntArray, IntArray]:
+        self.tokenizer.encode_special_tokens = self.spell
         spans = np.array(self.tokenizer.encode(text, add_special_tokens=False).offsets, dtype=np.int64)
         # From characters to bytes.
         codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
@@ -202,6 +222,23 @@ class _SentencePieceSpans:
             np.array([getattr(piece, side) for piece in pieces], dtype=np.int64) for side in ("begin", "end")
         )
         return begins, ends
+
+
+@dataclass(frozen=True)
+class _ParsedSpans:
+    spans: Spans
+    special: SpecialTokens
+
+    def __call__(self, text: str) -> tuple[IntArray, IntArray]:
+        begins, ends = [], []
+        base = 0
+        for index, part in enumerate(split_special(self.special, text)):
+            size = len(part.encode())
+            own = self.spans(part) if index % 2 == 0 else (np.array([0]), np.array([size]))
+            begins.append(own[0] + base)
+            ends.append(own[1] + base)
+            base += size
+        return np.concatenate(begins), np.concatenate(ends)
 
 
 def _table(rows: Any, spans: Spans | None) -> TextSpans:

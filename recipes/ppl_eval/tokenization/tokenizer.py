@@ -27,6 +27,9 @@ class TextEncoder:
         vocab_size: number of ids.
         sha256: hash of the tokenizer's files.
         tokenizer: torchtune's object, for its own datasets.
+        special_tokens: what becomes of names of special tokens in a text: parsed to their ids (``parse``), or
+            spelled in letters (``text``).
+        folder: where its tokenizer.json lies, for the chat template beside it; None where it has none.
     """
 
     encoding: Encoding
@@ -37,10 +40,24 @@ class TextEncoder:
     vocab_size: int
     sha256: str
     tokenizer: Any = None
+    special_tokens: str = "parse"
+    folder: Path | None = None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """Encode a text in one call, no BOS and no EOS."""
         return self.encoding.encode(text)
+
+    def name_of(self, token: int) -> str:
+        """Return what a message calls an id: the token as its tokenizer writes it."""
+        special = getattr(self.tokenizer, "special_tokens", None) or {}
+        names = [name for name, index in special.items() if index == token]
+        inner = getattr(self.tokenizer, "tokenizer", None)
+        if not names and inner is not None and hasattr(inner, "id_to_token"):
+            names = [inner.id_to_token(token)]
+        try:
+            return repr(names[0] if names else self.decode([token]))
+        except (KeyError, IndexError, ValueError, TypeError):
+            return "without a name"
 
     def bos_tokens(self, policy: str) -> list[int]:
         """Return the ids before a text under a BOS policy; ``each_window`` leaves that to the windows.
@@ -57,16 +74,20 @@ class TextEncoder:
         return [self.bos_id]
 
 
-def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
+def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any], special_tokens: str = "parse") -> TextEncoder:
     """Wrap an instantiated torchtune tokenizer.
 
     Args:
         tokenizer: the component of the config's ``tokenizer`` section.
         config: that section, whose file names are hashed.
+        special_tokens: one of ``encoders.SPECIAL_TOKENS``.
+
+    Raises:
+        ValueError: if the tokenizer cannot treat special tokens so.
     """
     from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
-    encoding = encoding_of(tokenizer, config)
+    encoding = encoding_of(tokenizer, config, special_tokens)
     if isinstance(tokenizer, HuggingFaceBaseTokenizer):
         adds_bos = tokenizer.hf_adds_bos or bool((tokenizer.config or {}).get("add_bos_token"))
     else:
@@ -81,6 +102,8 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any]) -> TextEncoder:
         vocab_size=_vocab_size(tokenizer),
         sha256=_hash_files(config),
         tokenizer=tokenizer,
+        special_tokens=special_tokens,
+        folder=Path(config["tokenizer_json_path"]).parent if "tokenizer_json_path" in config else None,
     )
 
 
