@@ -14,7 +14,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # Before other imports: `python -m`, which torchrun uses, would take a json.py in the working directory.
+    # First of all: `python -m`, as torchrun starts it, would take a json.py in the working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     if sys.path[0] in ("", os.getcwd()) and os.getcwd() != os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
