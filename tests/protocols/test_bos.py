@@ -41,6 +41,28 @@ def test_double_bos_is_refused(protocol: Protocol, documents: list[list[int]]):
         check_bos_tokens(protocol, token_data(*documents), encoder(adds_bos=True))
 
 
+def test_no_advice_is_what_is_set_already():
+    def advice(protocol: Protocol, *documents: list[int]) -> str:
+        with pytest.raises(ValueError, match="twice") as caught:
+            check_bos_tokens(protocol, token_data(*documents), encoder(adds_bos=True))
+        return str(caught.value)
+
+    for bos in ("never", "each_window"):
+        said = advice(protocols.rolling(4, bos=bos), [BOS, 8, 9])
+        assert "bos=never, or" not in said
+        assert "take BOS out of the data (protocol.special_tokens=text spells" in said
+        assert "rolling always puts it there" in said
+    assert "use protocol.bos=never" in advice(protocols.disjoint(4), [BOS, BOS, 8])
+    said = advice(protocols.disjoint(4, bos="never", special_tokens="text"), [BOS, BOS, 8])
+    assert said.endswith("take BOS out of the data")
+    for protocol, other in (
+        (protocols.rolling(4), "another protocol"),
+        (protocols.llama_cpp(4), "protocol.bos=never"),
+    ):
+        with pytest.raises(ValueError, match=f"or use {other}$"):
+            prefix_token(protocol, encoder(bos_id=None, eos_id=None))
+
+
 def test_one_bos_is_fine_and_none_is_said():
     model_with_bos = encoder(adds_bos=True)
     assert check_bos_tokens(protocols.disjoint(4), token_data([BOS, 8, 9]), model_with_bos) == []

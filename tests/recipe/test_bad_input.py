@@ -87,6 +87,33 @@ def test_folder_without_weights(refuse, tmp_path):
     assert str(tmp_path / "bare") in said
 
 
+def test_weights_of_another_checkpointer(refuse):
+    said = refuse("checkpointer._component_=torchtune.training.FullModelMetaCheckpointer")
+    assert "the weights have the names of torchtune.training.FullModelHFCheckpointer (model." in said
+    assert "set it to torchtune.training.FullModelHFCheckpointer" in said
+
+
+def test_distributed_checkpoint_of_torch(refuse, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"weight": torch.zeros(2)}, checkpoint_id=str(tmp_path / "dcp"))
+    said = refuse(f"checkpointer.checkpoint_dir={tmp_path / 'dcp'}", "checkpointer.checkpoint_files=null")
+    assert "is a distributed checkpoint of torch (.distcp files)" in said
+    assert "torch.distributed.checkpoint.format_utils dcp_to_torch" in said
+
+
+def test_a_head_of_its_own_where_the_config_ties_it(refuse, copy):
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    untied = "model._component_=torchtune.models.llama3_1.llama3_1"
+    said = refuse(folder=copy)
+    assert "choose the builder of an untied model" in said
+    assert "set it to false there" in said
+    said = refuse(untied, "~model.scale_factor", folder=copy)
+    assert "set tie_word_embeddings to false in it and keep the builder" in said
+
+
 def test_key_that_the_model_lacks(refuse, copy):
     weights = load_file(copy / "model.safetensors")
     weights["model.layers.7.mlp.up_proj.weight"] = torch.zeros(128, 64)

@@ -4,6 +4,7 @@ Every converter works key by key, so each key is converted when its tensor is re
 a tensor of the meta device first gives the new names and shapes without reading anything.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,12 @@ FORMS = {
     "FullModelHFCheckpointer": "hf",
     "FullModelMetaCheckpointer": "meta",
     "FullModelTorchTuneCheckpointer": "torchtune",
+}
+# By which names the forms are told apart.
+_NAMES = {
+    "hf": re.compile(r"model\.(layers\.\d+|embed_tokens)\."),
+    "meta": re.compile(r"layers\.\d+\.(attention|feed_forward|attention_norm|ffn_norm)\."),
+    "torchtune": re.compile(r"layers\.\d+\.(attn|mlp|sa_norm|mlp_norm|sa_scale)\."),
 }
 
 Stored = dict[str, StoredTensor]
@@ -68,6 +75,7 @@ def convert(stored: Stored, *, form: str, model_type: str, hf_config: dict[str, 
         ValueError: for an unknown model type, no config.json for the HF form, or shapes that contradict
             config.json.
     """
+    _check_form(stored, form)
     converter = _converter_of(form, model_type, hf_config)
     lazy = LazyStateDict()
     contradictions = []
@@ -94,6 +102,20 @@ def convert(stored: Stored, *, form: str, model_type: str, hf_config: dict[str, 
             f"and head_dim contradict: {', '.join(contradictions[:10])}"
         )
     return lazy
+
+
+def _check_form(stored: Stored, form: str) -> None:
+    """Refuse weights whose names are all of another checkpointer's form."""
+    found = {of for of, pattern in _NAMES.items() if any(map(pattern.match, stored))}
+    if not found or form in found:
+        return
+    components = {own: f"torchtune.training.{component}" for component, own in FORMS.items()}
+    example = next(name for name in stored if any(pattern.match(name) for pattern in _NAMES.values()))
+    raise ValueError(
+        f"the weights have the names of {' or '.join(components[of] for of in sorted(found))} ({example}), "
+        f"but checkpointer._component_ is {components[form]}; set it to "
+        f"{' or '.join(components[of] for of in sorted(found))}"
+    )
 
 
 def _converted(

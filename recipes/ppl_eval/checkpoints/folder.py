@@ -61,6 +61,13 @@ def weight_paths(cfg: Mapping[str, Any], folder: Path) -> list[Path]:
                 f"{folder} holds an adapter ({adapter}) and no weights: set checkpoint_dir to the base"
                 f" model's folder and checkpointer.adapter_checkpoint to {folder}"
             )
+        if (folder / ".metadata").is_file() or any(folder.glob("*.distcp")):
+            raise ValueError(
+                f"{folder} is a distributed checkpoint of torch (.distcp files), which is not read: make one"
+                f" file of it by `python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder}"
+                " weights.pt` and name that in checkpointer.checkpoint_dir and checkpoint_files, with the"
+                " checkpointer of the form that its names have"
+            )
         names = ", ".join(FOUND_BY_NAME)
         raise ValueError(
             f"no weights in {folder}: none of {names}; name the files in checkpointer.checkpoint_files"

@@ -176,8 +176,9 @@ def check_tied_head(state_dict: Mapping[str, torch.Tensor]) -> str:
     if EMBEDDING_KEY in state_dict and not torch.equal(state_dict[HEAD_KEY], state_dict[EMBEDDING_KEY]):
         raise ValueError(
             "the checkpoint has a head (lm_head.weight / output.weight) that differs from its embedding, "
-            "but the configured "
-            "model ties the two: choose the builder of an untied model"
+            "but the configured model ties the two: choose the builder of an untied model, and where "
+            "config.json says tie_word_embeddings: true, set it to false there (the weights are not tied, "
+            "and transformers does not tie them either)"
         )
     return "the checkpoint repeats its tied embedding as lm_head.weight: compared, equal, not loaded twice"
 

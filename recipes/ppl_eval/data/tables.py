@@ -115,7 +115,7 @@ def table_rows(file: Path) -> Iterator[tuple[str, Any]]:
     if kind in (".jsonl", ".json"):
         rows = _json_rows(file, kind)
     elif kind == ".csv":
-        rows = _csv_rows(file)
+        rows = _csv_rows(file, None)
     else:
         rows = _binary_rows(file, str(kind).removeprefix("."), None)
     for where, row in rows:
@@ -259,7 +259,7 @@ def _begin(binary: io.BufferedReader) -> bytes:
     return binary.peek(1 << 16).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
 
 
-def _csv_rows(file: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
+def _csv_rows(file: Path, columns: Columns | None) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(_LARGEST_FIELD)
     with open_binary(file) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, strict=True)
@@ -277,7 +277,8 @@ def _csv_rows(file: Path, columns: Columns) -> Iterator[tuple[str, Any]]:
                 continue
             if header is None:
                 header = fields
-                _refuse_doubled_columns(header, f"{file} (by its first line)", columns.names())
+                read = columns.names() if columns else header
+                _refuse_doubled_columns(header, f"{file} (by its first line)", read)
             elif fields and len(fields) != len(header):
                 yield where, _Bad(f"{where} has {len(fields)} fields, the first line has {len(header)}")
             elif fields:

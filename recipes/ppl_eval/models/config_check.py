@@ -128,11 +128,17 @@ def _remedy(key: str, value: Any, builder: str, config: HFConfig) -> str:
         wanted = next((window for window in value if window), None)
     if key == "rope_scaling":
         wanted = int(value.get("factor", 1)) if value["rope_type"] in ("default", "llama3") else None
+    own_head = ""
+    if key == "tie_word_embeddings" and value:
+        own_head = (
+            " (if the weights have an lm_head.weight that differs from the embedding, config.json is wrong:"
+            " set tie_word_embeddings to false in it and keep the builder)"
+        )
     for argument in _ARGUMENTS.get(key, ()):
         if argument in parameters and wanted is not None:
-            return f"set model.{argument}={wanted}"
+            return f"set model.{argument}={wanted}{own_head}"
     return (
-        f"{builder} has no argument for it; use this section, and if it differs too, torchtune"
+        f"{builder} has no argument for it{own_head}; use this section, and if it differs too, torchtune"
         f" 0.6.1 cannot build the model:\n{model_section(config)}"
     )
 

@@ -24,10 +24,11 @@ def prefix_token(protocol: Protocol, encoder: TextEncoder) -> int | None:
         if token is not None:
             return token
     wanted = "BOS" if protocol.prefix_rule == "bos" else "BOS or EOS"
+    other = "protocol.bos=never" if protocol.prefix_rule == "bos" else "another protocol"
     raise ValueError(
         f"the protocol {protocol.name} with protocol.bos={protocol.bos} puts {wanted} before its windows, "
-        "but this tokenizer has none; name its special tokens in the tokenizer's configuration, or use "
-        "another protocol.bos or protocol"
+        "but this tokenizer has none; name its special tokens (bos_token, eos_token) in the tokenizer's "
+        f"configuration, or use {other}"
     )
 
 
@@ -62,7 +63,7 @@ def check_bos_tokens(protocol: Protocol, data: TokenData, encoder: TextEncoder) 
             raise ValueError(
                 f"document {first} would begin with BOS (id {bos}) twice: its tokens begin with it already "
                 f"(from the text, the dataset or protocol.bos={protocol.bos}), and one more is put there; "
-                "use protocol.bos=never, or take BOS out of the data"
+                f"{_remedy(protocol)}"
             )
     if encoder.adds_bos and not any_bos:
         # Given tokens and samples are scored as they are, whatever the policy says about text.
@@ -72,6 +73,16 @@ def check_bos_tokens(protocol: Protocol, data: TokenData, encoder: TextEncoder) 
             f"perplexity; protocol.bos={mend} gives it BOS (now {protocol.bos})"
         ]
     return []
+
+
+def _remedy(protocol: Protocol) -> str:
+    always = protocol.prefix_rule == "bos_or_eos"
+    if protocol.bos != "never" and not always:
+        return "use protocol.bos=never, or take BOS out of the data"
+    remedy = "take BOS out of the data"
+    if protocol.special_tokens == "parse":
+        remedy += " (protocol.special_tokens=text spells one that is in a text)"
+    return remedy + (f", or use another protocol: {protocol.name} always puts it there" if always else "")
 
 
 def _heads(data: TokenData) -> Iterator[tuple[IntArray, IntArray, IntArray]]:

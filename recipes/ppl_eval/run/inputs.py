@@ -15,7 +15,7 @@ from ppl_eval.distributed.rendezvous import World
 from ppl_eval.protocols import batches, bos
 from ppl_eval.protocols.base import Protocol
 from ppl_eval.protocols.plan import Plan, make_plan
-from ppl_eval.tokenization.tokenizer import TextEncoder, wrap_tokenizer
+from ppl_eval.tokenization.tokenizer import TextEncoder, without_bos, wrap_tokenizer
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ def read_inputs(settings: Settings, world: World) -> Inputs:
         ValueError: if something is missing or does not fit.
     """
     protocol = _read_protocol(settings)
-    encoder = wrap_tokenizer(
-        instantiate("tokenizer", settings.tokenizer), settings.tokenizer, protocol.special_tokens
-    )
+    tokenizer = without_bos(settings.tokenizer) or instantiate("tokenizer", settings.tokenizer)
+    encoder = wrap_tokenizer(tokenizer, settings.tokenizer, protocol.special_tokens)
     protocol = protocol.for_tokenizer(encoder.adds_bos)
     prefix_token = bos.prefix_token(protocol, encoder)
     source = instantiate("dataset", settings.dataset)

@@ -3,6 +3,7 @@ adds one.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,37 @@ class TextEncoder:
         return [self.bos_id]
 
 
+def without_bos(config: Mapping[str, Any]) -> Any:
+    """Return torchtune's ``HuggingFaceBaseTokenizer`` of a section whose tokenizer_config.json has no BOS or
+    no EOS (``bos_token: null``, as Qwen's has), which the class itself refuses; None for any other section.
+    """
+    from tokenizers import Tokenizer
+    from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
+
+    if str(config.get("_component_", "")).rpartition(".")[2] != HuggingFaceBaseTokenizer.__name__:
+        return None
+    keys = ("tokenizer_config_json_path", "generation_config_path")
+    paths = [Path(str(config[key])) if config.get(key) else None for key in keys]
+    if paths[0] is None or not all(path is None or path.is_file() for path in paths):
+        return None
+    about, generation = (path and json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    if all(about.get(f"{name}_token") is not None for name in ("bos", "eos")):
+        return None
+    tokenizer = HuggingFaceBaseTokenizer.__new__(HuggingFaceBaseTokenizer)
+    tokenizer.tokenizer = Tokenizer.from_file(str(config["tokenizer_json_path"]))
+    tokenizer.config, tokenizer.generation_config = about, generation
+    for name in ("bos", "eos"):
+        token = about.get(f"{name}_token")
+        content = token["content"] if isinstance(token, dict) else token
+        index = None if content is None else tokenizer.tokenizer.token_to_id(content)
+        if index is None and name == "eos":
+            index = (generation or {}).get("eos_token_id")
+            index = index[0] if isinstance(index, list) else index
+        setattr(tokenizer, f"{name}_id", index)
+    tokenizer._infer_should_add_bos_eos()
+    return tokenizer
+
+
 def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any], special_tokens: str = "parse") -> TextEncoder:
     """Wrap an instantiated torchtune tokenizer.
 
@@ -90,6 +122,7 @@ def wrap_tokenizer(tokenizer: Any, config: Mapping[str, Any], special_tokens: st
     encoding = encoding_of(tokenizer, config, special_tokens)
     if isinstance(tokenizer, HuggingFaceBaseTokenizer):
         adds_bos = tokenizer.hf_adds_bos or bool((tokenizer.config or {}).get("add_bos_token"))
+        adds_bos = adds_bos and tokenizer.bos_id is not None
     else:
         known = tokenizer_class(tokenizer)
         adds_bos = known.adds_bos if known else tokenizer.bos_id is not None
