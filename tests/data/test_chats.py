@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
 
 from helpers.sources import tokens_of
 from ppl_eval import protocols
+from ppl_eval.config import own_code
 from ppl_eval.data import chat, domains
 from ppl_eval.data.chats import chat_of
 from ppl_eval.data.token_data import TokenData
@@ -308,6 +310,15 @@ def test_a_template_without_a_generation_prompt_is_noted(folder: Path, tmp_path:
     assert any("has no generation prompt" in note for note in data.notes)
 
 
+@pytest.fixture
+def helpers_allowed() -> Iterator[None]:
+    """As after ``allow_components=helpers`` on the command line."""
+    own_code.allow(["helpers"])
+    yield
+    own_code.allow([])
+
+
+@pytest.mark.usefixtures("helpers_allowed")
 def test_chats_are_domains_beside_other_samples(folder: Path, tmp_path: Path) -> None:
     encoder = encoder_of(folder, CHATML)
     paths = write_rows(tmp_path / "c.jsonl", rows())
