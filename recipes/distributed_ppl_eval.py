@@ -75,6 +75,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.results import baseline, ledger
         from ppl_eval.results.result import plan_facts
         from ppl_eval.run.state import RunState
+        from ppl_eval.run.weights import agree_on_weights
 
         settings, world = self.settings, self.world
         self._log = get_logger(settings.log_level)
@@ -96,13 +97,6 @@ class DistributedPPLEvalRecipe:
             "output", lambda: baseline.prepare(settings) if world.rank == 0 else None
         )
         decoder, source = world.agree("inputs", lambda: self._read(dtype), lambda read: read[1].facts())
-        self._ledger = world.agree(
-            "ledger",
-            lambda: ledger.open_ledger(
-                Path(settings.output_dir), plan_facts(settings, source, device), world.rank
-            ),
-        )
-        self._resources.callback(self._ledger.close)
         set_seed(source.seed)
 
         begin = time.monotonic()
@@ -112,8 +106,14 @@ class DistributedPPLEvalRecipe:
             lambda model: model.facts(),
         )
         load_seconds = time.monotonic() - begin
-        self.state = RunState(settings, world, device, dims, source, model, load_seconds)
+        weights_hash = agree_on_weights(world, model.weights, device)
+        self.state = RunState(settings, world, device, dims, source, model, weights_hash, load_seconds)
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
+        self._ledger = world.agree(
+            "ledger",
+            lambda: ledger.open_ledger(Path(settings.output_dir), plan_facts(self.state), world.rank),
+        )
+        self._resources.callback(self._ledger.close)
 
     def load_checkpoint(self, **_: Any) -> None:
         """Open the checkpoint; weights are read later, one by one."""

@@ -8,19 +8,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torchtune.utils import get_logger
 
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.environment import peak_memory_bytes, versions
 from ppl_eval.config.files import write_json
-from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
 from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, records, table
 from ppl_eval.results.ledger import Records
-from ppl_eval.run.state import RunState, Scored, Source
+from ppl_eval.run.state import RunState, Scored
 
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
 
@@ -38,18 +36,20 @@ def rank_row(state: RunState, scored: Scored) -> npt.NDArray[np.float64]:
     return np.array([here[name] for name in _ROW], dtype=np.float64)
 
 
-def plan_facts(settings: Settings, source: Source, device: torch.device) -> dict[str, Any]:
+def plan_facts(state: RunState) -> dict[str, Any]:
     """Return everything that decides which windows there are and what bits they score; JSON values.
 
     Data parallelism and FSDP are not among them, because they change neither.
     """
-    given, inputs, known = settings.as_dict(), source.inputs, versions()
+    settings, inputs = state.settings, state.inputs
+    given, known = settings.as_dict(), versions()
     return {
         "data": inputs.data.fingerprint,
         "protocol": {"name": inputs.protocol.name, **inputs.protocol.parameters},
         "prefix_token": inputs.prefix_token,
         "num_windows": inputs.plan.num_windows,
-        "checkpoint": source.checkpoint.identity,
+        "weights": state.weights_hash,
+        **state.model.facts(),
         "model": given["model"],
         "quantizer": given.get("quantizer"),
         **{
@@ -58,7 +58,7 @@ def plan_facts(settings: Settings, source: Source, device: torch.device) -> dict
         },
         "tensor_parallel_plan": given.get("tensor_parallel_plan"),
         "context_parallel_dim": settings.context_parallel_dim,
-        "device": device.type,
+        "device": state.device.type,
         "versions": {name: known[name] for name in ("torch", "torchtune", "torchao")},
     }
 
@@ -138,7 +138,7 @@ def _model(state: RunState) -> dict[str, Any]:
         "component": section["_component_"],
         "arguments": {key: value for key, value in section.items() if key != "_component_"},
         "num_parameters": state.model.num_parameters,
-        "checkpoint": checkpoint.identity,
+        "checkpoint": {"weights_hash": state.weights_hash, "files": checkpoint.identity},
         "quantized_checkpoint": checkpoint.quantized,
         "config_check": state.source.config_check,
     }

@@ -51,6 +51,7 @@ class RunState:
         dims: degrees of parallelism.
         source: checkpoint and text.
         model: the loaded model.
+        weights_hash: what all ranks loaded (``weights.agree_on_weights``).
         load_seconds: how long loading took.
     """
 
@@ -60,6 +61,7 @@ class RunState:
     dims: ParallelDims
     source: Source
     model: BuiltModel
+    weights_hash: str
     load_seconds: float
 
     @property
