@@ -73,7 +73,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
         from ppl_eval.results import baseline, ledger
-        from ppl_eval.results.result import plan_facts
+        from ppl_eval.run.facts import input_facts, plan_facts
         from ppl_eval.run.state import RunState
         from ppl_eval.run.weights import agree_on_weights
 
@@ -96,7 +96,15 @@ class DistributedPPLEvalRecipe:
         self._baseline = world.agree(
             "output", lambda: baseline.prepare(settings) if world.rank == 0 else None
         )
-        decoder, source = world.agree("inputs", lambda: self._read(dtype), lambda read: read[1].facts())
+        decoder, source = world.agree(
+            "inputs",
+            lambda: self._read(dtype),
+            lambda read: {
+                "seed": read[1].seed,
+                "checkpoint": read[1].checkpoint.identity,
+                **input_facts(settings, read[1], device),
+            },
+        )
         set_seed(source.seed)
 
         begin = time.monotonic()
@@ -186,7 +194,9 @@ class DistributedPPLEvalRecipe:
             f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
             f" {inputs.expected_tokens:,} tokens to score"
         )
-        return decoder, Source(checkpoint, verdict, inputs, seed, notes, time.monotonic() - begin)
+        return decoder, Source(
+            checkpoint, verdict, inputs, seed, notes, tuple(model_notes), time.monotonic() - begin
+        )
 
     def _load_model(
         self, decoder: Any, source: Source, device: torch.device, dtype: torch.dtype, dims: Any

@@ -1,5 +1,6 @@
 """Ranks that differ, fail or are missing: found, named once, and nobody waits."""
 
+import json
 import os
 import re
 import shutil
@@ -133,6 +134,33 @@ def test_another_checkpoint_under_the_same_path_is_found_before_work(two_ranks, 
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     output = two_ranks(FOLDER=str(other))
     assert re.search(r"\bcheckpoint differs between ranks: {.*} on \S+ .rank 0.; {.*} on", output), output
+
+
+def test_another_config_json_is_found_before_work(two_ranks, tiny, tmp_path):
+    other = shutil.copytree(tiny.folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "sliding_window": 16}))
+    output = two_ranks(FOLDER=str(other))
+    assert re.search(
+        r"config.json differs between ranks: \"\w{64}\" on \S+ .rank 0.; \"\w{64}\" on", output
+    ), output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "other", "told"),
+    [
+        ([], {"MKL_CBWR": "COMPATIBLE"}, r'kernels differs between ranks: .*"COMPATIBLE"'),
+        (
+            ["dtype=${oc.env:DTYPE}"],
+            {"DTYPE": "bf16"},
+            'dtype differs between ranks: "fp32" on .*; "bf16" on ',
+        ),
+    ],
+    ids=["kernels", "value_behind_a_variable"],
+)
+def test_what_decides_arithmetic_is_agreed_on(two_ranks, overrides, other, told):
+    output = two_ranks(both=overrides, mine={"DTYPE": "fp32"}, **other)
+    assert re.search(told, output), output
 
 
 def test_weights_that_differ_where_no_sample_looks_are_found_before_scoring(two_ranks, tmp_path):

@@ -112,5 +112,5 @@ def _sums(
     return read, counted
 
 
-def _bytes(table: torch.Tensor) -> npt.NDArray[np.uint8]:
+def _bytes(table: torch.Tensor) -> Any:
     return table.cpu().reshape(-1).view(torch.uint8).reshape(table.shape[0], -1).numpy()

@@ -211,7 +211,7 @@ def load_parameters(
             rows_are_split = kept.dim == 0
             first = kept.start if rows_are_split else 0
         assert tensor.shape == parameter.shape, f"{name}: {tuple(tensor.shape)} for {tuple(parameter.shape)}"
-        target = parameter
+        target: torch.Tensor = parameter
         if isinstance(parameter, DTensor):
             shape, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements

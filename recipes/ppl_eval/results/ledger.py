@@ -113,7 +113,7 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger
 
     Args:
         output_dir: the run's.
-        facts: what the bits of a record depend on (``result.plan_facts``).
+        facts: what the bits of a record depend on (``run.facts.plan_facts``).
         rank: this rank.
 
     Raises:

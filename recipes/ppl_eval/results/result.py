@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torchtune.utils import get_logger
 
 from ppl_eval.config.components import instantiate
-from ppl_eval.config.environment import peak_memory_bytes, versions
+from ppl_eval.config.environment import kernel_facts, peak_memory_bytes, versions
 from ppl_eval.config.files import write_json
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
@@ -34,33 +34,6 @@ def rank_row(state: RunState, scored: Scored) -> npt.NDArray[np.float64]:
         "peak_memory_bytes": peak_memory_bytes(state.device),
     }
     return np.array([here[name] for name in _ROW], dtype=np.float64)
-
-
-def plan_facts(state: RunState) -> dict[str, Any]:
-    """Return everything that decides which windows there are and what bits they score; JSON values.
-
-    Data parallelism and FSDP are not among them, because they change neither.
-    """
-    settings, inputs = state.settings, state.inputs
-    given, known = settings.as_dict(), versions()
-    return {
-        "data": inputs.data.fingerprint,
-        "protocol": {"name": inputs.protocol.name, **inputs.protocol.parameters},
-        "prefix_token": inputs.prefix_token,
-        "num_windows": inputs.plan.num_windows,
-        "weights": state.weights_hash,
-        **state.model.facts(),
-        "model": given["model"],
-        "quantizer": given.get("quantizer"),
-        **{
-            key: getattr(settings, key)
-            for key in ("batch_size", "dtype", "compile", "max_logits_mib", "softmax", "tensor_parallel_dim")
-        },
-        "tensor_parallel_plan": given.get("tensor_parallel_plan"),
-        "context_parallel_dim": settings.context_parallel_dim,
-        "device": state.device.type,
-        "versions": {name: known[name] for name in ("torch", "torchtune", "torchao")},
-    }
 
 
 def build(state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64]) -> dict[str, Any]:
@@ -92,6 +65,7 @@ def build(state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64]) ->
         "seed": state.source.seed,
         "timing": _timing(scored, per_rank),
         "versions": versions(),
+        "kernels": kernel_facts(state.device),
         "notes": state.notes,
     }
 

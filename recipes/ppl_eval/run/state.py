@@ -1,7 +1,6 @@
 """What a run consists of, handed as values to whoever reports on it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ class Source:
         inputs: tokens and plan.
         seed: the seed in force.
         notes: everything that a reader of the result must know so far.
+        model_notes: those among them about the model: what was corrected, how it was checked.
         seconds: how long it took.
     """
 
@@ -32,12 +32,8 @@ class Source:
     inputs: Inputs
     seed: int
     notes: tuple[str, ...]
+    model_notes: tuple[str, ...]
     seconds: float
-
-    def facts(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
-        data = self.inputs.data.fingerprint
-        return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": data}
 
 
 @dataclass(frozen=True)
