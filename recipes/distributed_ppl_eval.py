@@ -72,7 +72,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.config import environment
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
-        from ppl_eval.results import baseline, ledger
+        from ppl_eval.results import baseline, ledger, previous
         from ppl_eval.run.facts import input_facts, plan_facts
         from ppl_eval.run.state import RunState
         from ppl_eval.run.weights import agree_on_weights
@@ -117,11 +117,21 @@ class DistributedPPLEvalRecipe:
         weights_hash = agree_on_weights(world, model.weights, device)
         self.state = RunState(settings, world, device, dims, source, model, weights_hash, load_seconds)
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
+        facts = plan_facts(self.state)
         self._ledger = world.agree(
-            "ledger",
-            lambda: ledger.open_ledger(Path(settings.output_dir), plan_facts(self.state), world.rank),
+            "ledger", lambda: ledger.open_ledger(Path(settings.output_dir), facts, world.rank)
         )
         self._resources.callback(self._ledger.close)
+        moved = world.agree(
+            "previous",
+            lambda: (
+                previous.set_aside(Path(settings.output_dir), ledger.plan_key(facts), settings.baseline)
+                if world.rank == 0
+                else None
+            ),
+        )
+        if moved:
+            self._log.info(moved)
 
     def load_checkpoint(self, **_: Any) -> None:
         """Open the checkpoint; weights are read later, one by one."""

@@ -17,7 +17,8 @@ from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
 from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, records, table
-from ppl_eval.results.ledger import Records
+from ppl_eval.results.ledger import Records, plan_key
+from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.state import RunState, Scored
 
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
@@ -48,6 +49,7 @@ def build(state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64]) ->
     covered = denominators.covered_text(inputs.plan, inputs.data)
     return {
         "schema": table.SCHEMA,
+        "key": plan_key(plan_facts(state)),
         **figures.all_figures(scored.accumulator, inputs.protocol, inputs.data, covered),
         "num_documents": inputs.data.num_documents,
         "bytes_and_words_of": None if covered is None else covered.of,
