@@ -8,6 +8,7 @@ import torch
 
 from ppl_eval.config.environment import kernel_facts, versions
 from ppl_eval.config.settings import Settings
+from ppl_eval.metrics import window_records
 from ppl_eval.run.state import RunState, Source
 
 _KEYS = (
@@ -51,6 +52,7 @@ def input_facts(settings: Settings, source: Source, device: torch.device) -> dic
 def plan_facts(state: RunState) -> dict[str, Any]:
     """Return everything that decides which windows there are and what bits they score; JSON values."""
     return {
+        "record": window_records.VERSION,
         **input_facts(state.settings, state.source, state.device),
         "weights": state.weights_hash,
         **state.model.facts(),

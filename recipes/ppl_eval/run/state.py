@@ -9,6 +9,7 @@ from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.parallel.parallel_dims import ParallelDims
+from ppl_eval.protocols.base import BoolArray
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.scoring.load import BuiltModel
 
@@ -49,6 +50,7 @@ class RunState:
         model: the loaded model.
         weights_hash: what all ranks loaded (``weights.agree_on_weights``).
         load_seconds: how long loading took.
+        done: whether earlier runs scored each batch; bool [num_batches].
     """
 
     settings: Settings
@@ -59,6 +61,7 @@ class RunState:
     model: BuiltModel
     weights_hash: str
     load_seconds: float
+    done: BoolArray | None = None
 
     @property
     def inputs(self) -> Inputs:
@@ -70,6 +73,11 @@ class RunState:
         """Everything that a reader of the result must know."""
         return [*self.source.notes, *self.model.notes]
 
+    @property
+    def num_done(self) -> int:
+        """Batches that earlier runs scored."""
+        return 0 if self.done is None else int(self.done.sum())
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -77,16 +85,12 @@ class Scored:
 
     Attributes:
         accumulator: the exact sums.
-        precision: the accumulation in use.
-        rounded_nll: NLL in that precision, nats; None for ``exact``.
         tokens_here: targets that this rank scored.
         score_seconds: how long this rank scored.
         reduce_seconds: how long the reduction took.
     """
 
     accumulator: Accumulator
-    precision: str
-    rounded_nll: float | None
     tokens_here: int
     score_seconds: float
     reduce_seconds: float
