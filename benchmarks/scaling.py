@@ -149,7 +149,7 @@ def plan_on(world_size: int, plan: Plan) -> dict[str, float]:
         mesh = dims.build_mesh("cpu")
         assert mesh is not None
         assert mesh.size() == world_size
-        own = batches_of(dims.dp_rank(0), dims.dp_degree, plan.num_batches, equal_steps=True)
+        own = batches_of(dims.dp_rank(0), dims.dp_degree, range(plan.num_batches), equal_steps=True)
         for batch in own:
             if batch != DUMMY_BATCH:
                 plan.batch_windows(batch)
@@ -160,7 +160,7 @@ def plan_on(world_size: int, plan: Plan) -> dict[str, float]:
         dist.destroy_process_group()
     scored = np.zeros(plan.num_batches, dtype=np.int8)
     for rank in range(world_size):
-        share = batches_of(dims.dp_rank(rank), dims.dp_degree, plan.num_batches, equal_steps=True)
+        share = batches_of(dims.dp_rank(rank), dims.dp_degree, range(plan.num_batches), equal_steps=True)
         batches = np.array(share, dtype=np.int64)
         scored[batches[batches != DUMMY_BATCH]] += 1
     assert (scored == 1).all(), "a batch is scored by no rank, or by more than one"

@@ -22,8 +22,9 @@ if __name__ == "__main__":
 import gc
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from torchtune.recipe_interfaces import EvalRecipeInterface, FTRecipeInterface
 
     from ppl_eval.metrics.totals import Totals, WindowScores
+    from ppl_eval.metrics.window_records import Records
     from ppl_eval.protocols.batches import Batch
     from ppl_eval.run.state import RunState, Scored, Source
     from ppl_eval.scoring.load import BuiltModel
@@ -81,9 +83,9 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.config import environment
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
-        from ppl_eval.results import baseline, ledger
-        from ppl_eval.results.result import plan_facts
+        from ppl_eval.run.facts import input_facts
         from ppl_eval.run.state import RunState
+        from ppl_eval.run.weights import agree_on_weights
 
         settings, world = self.settings, self.world
         self._log = get_logger(settings.log_level)
@@ -102,17 +104,16 @@ class DistributedPPLEvalRecipe:
         self._add_over_ranks = collectives.add_over_ranks(
             ranks_of_nodes, world.rank, device, settings.aggregation.topology
         )
-        self._baseline = world.agree(
-            "output", lambda: baseline.prepare(settings) if world.rank == 0 else None
+        self._baseline = world.agree("output", self._prepare_output)
+        decoder, source = world.agree(
+            "inputs",
+            lambda: self._read(dtype),
+            lambda read: {
+                "seed": read[1].seed,
+                "checkpoint": read[1].checkpoint.identity,
+                **input_facts(settings, read[1], device),
+            },
         )
-        decoder, source = world.agree("inputs", lambda: self._read(dtype), lambda read: read[1].facts())
-        self._ledger = world.agree(
-            "ledger",
-            lambda: ledger.open_ledger(
-                Path(settings.output_dir), plan_facts(settings, source, device), world.rank
-            ),
-        )
-        self._resources.callback(self._ledger.close)
         set_seed(source.seed)
 
         begin = time.monotonic()
@@ -122,8 +123,48 @@ class DistributedPPLEvalRecipe:
             lambda model: model.facts(),
         )
         load_seconds = time.monotonic() - begin
-        self.state = RunState(settings, world, device, dims, source, model, load_seconds)
+        weights_hash = agree_on_weights(world, model.weights, device)
+        self.state = RunState(settings, world, device, dims, source, model, weights_hash, load_seconds)
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
+        self._open_ledger()
+
+    def _prepare_output(self) -> Mapping[str, Any] | None:
+        """Read the baseline, and keep other runs out of the output folder; rank 0 does."""
+        from ppl_eval.results import baseline, ledger
+
+        if self.world.rank:
+            return None
+        other = baseline.prepare(self.settings)
+        self._resources.callback(ledger.lock_output_dir(Path(self.settings.output_dir)).release)
+        return other
+
+    def _open_ledger(self) -> None:
+        """Let files of other evaluations make room, and find what earlier runs of this one have scored."""
+        from ppl_eval.results import ledger, previous, resume
+        from ppl_eval.run.facts import plan_facts
+
+        state, settings, world = self.state, self.settings, self.world
+        output_dir, facts = Path(settings.output_dir), plan_facts(self.state)
+
+        def make_room() -> list[str | None]:
+            kept = resume.check(output_dir, facts, settings.resume) if world.local_rank == 0 else None
+            key = ledger.plan_key(facts)
+            moved = previous.set_aside(output_dir, key, settings.baseline) if world.rank == 0 else None
+            return [kept, moved]
+
+        for line in world.agree("previous", make_room):
+            if line:
+                self._log.info(line)
+        self._ledger = world.agree(
+            "ledger",
+            lambda: ledger.open_ledger(output_dir, facts, world.rank, settings.position_buckets or 0),
+        )
+        self._resources.callback(self._ledger.close)
+        done = resume.take_over(self._ledger, state.inputs.plan, world, state.device)
+        world.agree("resume", lambda: resume.require(settings.resume, done, output_dir))
+        self.state = replace(state, done=done)
+        if line := resume.note(done, state.inputs.plan):
+            self._log_rank_zero(line)
 
     def load_checkpoint(self, **_: Any) -> None:
         """Open the checkpoint; weights are read later, one by one."""
@@ -133,22 +174,22 @@ class DistributedPPLEvalRecipe:
 
     def evaluate(self, **_: Any) -> None:
         """Score this rank's batches, then add up over all ranks."""
-        from ppl_eval.results.ledger import records_of
         from ppl_eval.results.progress import Progress
         from ppl_eval.run import loop
 
         state = self.state
-        progress = Progress(state.inputs.expected_tokens, state.dims.dp_degree, enabled=self.world.rank == 0)
+        expected = state.inputs.expected_tokens * (1 - state.num_done / state.inputs.plan.num_batches)
+        progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
 
-        def keep(batch: Batch, scores: WindowScores, totals: Totals) -> None:
-            self._ledger.append(records_of(batch, scores))
+        def keep(batch: Batch, scores: WindowScores, records: Records, totals: Totals) -> None:
+            self._ledger.append(records)
             progress.update(totals)
 
         sums = loop.score(state, loop.batches_of_rank(state), keep)
         progress.close()
         # A rank may be done long before others; a collective would not wait for them so patiently.
         self.world.agree("scored", lambda: None)
-        self.scored = loop.reduce(state, sums, self._add_over_ranks)
+        self.scored = loop.reduce(state, sums, self._ledger.resumed, self._add_over_ranks)
 
     def train(self, **_: Any) -> None:
         """``FTRecipeInterface``'s name for ``evaluate``: nothing is trained."""
@@ -159,13 +200,19 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.results import result
 
         state, scored, world = self.state, self.scored, self.world
-        result.write_records(state, self._ledger.own(), self._add_over_ranks)
+        own = self._ledger.own()
+        result.write_records(state, own, self._add_over_ranks)
+        rounded_nll = result.rounded_nll(state, own, self._add_over_ranks)
         self._ledger.close()
         row = result.rank_row(state, scored)
         per_rank = process_group.all_gather_rows(row, world.world_size, state.device)
         self.exit_code = world.agree(
             "result",
-            lambda: result.write_result(state, scored, per_rank, self._baseline) if world.rank == 0 else 0,
+            lambda: (
+                result.write_result(state, scored, per_rank, rounded_nll, self._baseline)
+                if world.rank == 0
+                else 0
+            ),
         )
         if world.local_rank == 0:
             self._ledger.remove()
@@ -202,7 +249,9 @@ class DistributedPPLEvalRecipe:
             f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
             f" {inputs.expected_tokens:,} tokens to score"
         )
-        return decoder, Source(checkpoint, verdict, inputs, seed, notes, time.monotonic() - begin)
+        return decoder, Source(
+            checkpoint, verdict, inputs, seed, notes, tuple(model_notes), time.monotonic() - begin
+        )
 
     def _load_model(
         self, decoder: Any, source: Source, device: torch.device, dtype: torch.dtype, dims: Any

@@ -82,7 +82,7 @@ def ours(data: TokenData, model: Any, batch_size: int) -> tuple[float, int]:
             scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
             nll += math.fsum(scores.nll_sum_B)
             num_tokens += int(scores.num_tokens_B.sum())
-            hash_sums += batch.scored_hash_sums
+            hash_sums += batch.scored_hash_sums_B4.sum(axis=0)
     assert num_tokens == plan.expected_targets() - masked_targets(plan, data)
     assert (
         hash_sums

@@ -1,5 +1,6 @@
 """Ranks that differ, fail or are missing: found, named once, and nobody waits."""
 
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from helpers.processes import rank_variables
 from helpers.runs import TORCHRUN, ranks, run
-from helpers.tiny import write_config
+from helpers.tiny import write_config, write_model, write_tokenizer
+from ppl_eval.checkpoints.safetensors import SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS, sampled_sha256
 from ppl_eval.distributed.agreement import find_problem
 from ppl_eval.distributed.rendezvous import EXIT_BAD_INPUT
 
@@ -85,13 +87,14 @@ def two_ranks(tiny, tmp_path, private_home):
     """Run two ranks that must find a mismatch before they work; returns what they print."""
     # What a path of the config holds may differ between nodes; every rank here is a node of its own.
     config = write_config(tmp_path / "config.yaml", Path("${oc.env:FOLDER}"), Path("${oc.env:TEXT}"))
-    mine = {"FOLDER": str(tiny.folder), "TEXT": str(tiny.text)}
+    usual = {"FOLDER": str(tiny.folder), "TEXT": str(tiny.text)}
 
-    def two_ranks(kind="normal", *overrides, **other):
-        argv = [ODD_RANK, kind, "--config", str(config), NO_TIMEOUT]
+    def two_ranks(kind="normal", *overrides, both=(), mine=None, **other):
+        argv = [ODD_RANK, kind, "--config", str(config), NO_TIMEOUT, *both]
+        shared = {**usual, **(mine or {})}
         envs = [
-            {**mine, "GROUP_RANK": "0", "LOCAL_RANK": "0"},
-            {**mine, "GROUP_RANK": "1", "LOCAL_RANK": "0", **other},
+            {**shared, "GROUP_RANK": "0", "LOCAL_RANK": "0"},
+            {**shared, "GROUP_RANK": "1", "LOCAL_RANK": "0", **other},
         ]
         finished = ranks([argv, [*argv, *overrides]], tmp_path, envs)
         assert finished.codes == (EXIT_BAD_INPUT, EXIT_BAD_INPUT), finished.output
@@ -131,6 +134,56 @@ def test_another_checkpoint_under_the_same_path_is_found_before_work(two_ranks, 
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     output = two_ranks(FOLDER=str(other))
     assert re.search(r"\bcheckpoint differs between ranks: {.*} on \S+ .rank 0.; {.*} on", output), output
+
+
+def test_another_config_json_is_found_before_work(two_ranks, tiny, tmp_path):
+    other = shutil.copytree(tiny.folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "sliding_window": 16}))
+    output = two_ranks(FOLDER=str(other))
+    assert re.search(
+        r"config.json differs between ranks: \"\w{64}\" on \S+ .rank 0.; \"\w{64}\" on", output
+    ), output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "other", "told"),
+    [
+        ([], {"MKL_CBWR": "COMPATIBLE"}, r'kernels differs between ranks: .*"COMPATIBLE"'),
+        (
+            ["dtype=${oc.env:DTYPE}"],
+            {"DTYPE": "bf16"},
+            'dtype differs between ranks: "fp32" on .*; "bf16" on ',
+        ),
+    ],
+    ids=["kernels", "value_behind_a_variable"],
+)
+def test_what_decides_arithmetic_is_agreed_on(two_ranks, overrides, other, told):
+    output = two_ranks(both=overrides, mine={"DTYPE": "fp32"}, **other)
+    assert re.search(told, output), output
+
+
+def test_weights_that_differ_where_no_sample_looks_are_found_before_scoring(two_ranks, tmp_path):
+    """Zeroes in a place that neither the ends nor the sampled blocks of the file touch."""
+    folders = [tmp_path / name for name in ("good", "bad")]
+    sizes = {"embed_dim": 256, "intermediate_dim": 1024}
+    for folder in folders:
+        folder.mkdir()
+        write_tokenizer(folder)
+        write_model(folder, **sizes)
+    bad = folders[1] / "model.safetensors"
+    size = bad.stat().st_size
+    with open(bad, "r+b") as file:
+        file.seek(size * 30 // SAMPLE_BLOCKS + SAMPLE_BLOCK_BYTES + 64)
+        file.write(bytes(size // SAMPLE_BLOCKS // 2))
+    identities = [sampled_sha256(folder / "model.safetensors") for folder in folders]
+    assert identities[0] == identities[1], "this test needs a difference that the samples miss"
+    model = [f"model.{key}={value}" for key, value in sizes.items()]
+    output = two_ranks(both=model, mine={"FOLDER": str(folders[0])}, FOLDER=str(folders[1]))
+    here = socket.gethostname()
+    told = rf"weights differ between ranks: \w{{32}} on {here} \(rank 0\); \w{{32}} on {here} \(rank 1\)"
+    assert len(re.findall(told, output)) == 1, output
+    assert not (tmp_path / "out" / "result.json").exists()
 
 
 def plain_ranks(num_processes, *command):

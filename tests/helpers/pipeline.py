@@ -107,7 +107,7 @@ def score(
         batch = batches[index]
         nll_N, correct_N = model(batch.tokens_BT, batch.labels_BT)
         scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
-        totals.add(scores, batch.weights_B)
+        totals.add(scores, protocol.window_weights(plan.locate(batch.window_ids_B)))
         found.append(scores)
     windows = WindowScores(*(np.concatenate(column) for column in zip(*(s[:4] for s in found), strict=True)))
     assert totals.num_tokens == plan.expected_targets()

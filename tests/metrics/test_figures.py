@@ -16,11 +16,11 @@ from ppl_eval.metrics import figures as metrics
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.metrics.totals import WindowScores
+from ppl_eval.metrics.window_records import records_of
 from ppl_eval.protocols.base import Protocol
 from ppl_eval.protocols.batches import Batch, WindowBatches
 from ppl_eval.protocols.plan import Plan, make_plan
 from ppl_eval.results import records
-from ppl_eval.results.ledger import records_of
 
 DOMAINS = ("easy", "hard", "absent")
 WINDOWS_AT_ONCE = 3  # so few that documents go over the edges of chunks
@@ -57,6 +57,10 @@ def scored(batch: Batch) -> WindowScores:
     )
 
 
+def recorded(batch: Batch, sums: Accumulator) -> np.ndarray:
+    return records_of(batch, scored(batch), len(sums.positions), sums.bucket_width)
+
+
 def records_by_rank(plan: Plan, data: TokenData, num_ranks: int) -> list[np.ndarray]:
     batches = WindowBatches(plan, data, prefix_token=1)
     found = [records_of(batches[index], scored(batches[index])) for index in range(plan.num_batches)]
@@ -68,7 +72,8 @@ def accumulators(plan: Plan, data: TokenData, num_ranks: int, **asked) -> list[A
     ranks = [Accumulator(plan, data, **asked) for _ in range(num_ranks)]
     # Backwards, as nothing may depend on the order.
     for index in reversed(range(plan.num_batches)):
-        ranks[index % num_ranks].add(batches[index], scored(batches[index]))
+        sums = ranks[index % num_ranks]
+        sums.add(recorded(batches[index], sums))
     return ranks
 
 
@@ -242,6 +247,7 @@ def test_a_dummy_batch_counts_nothing() -> None:
     dummy = WindowBatches(plan, data, prefix_token=1)[-1]
     none = WindowScores(*(np.zeros(0) for _ in range(2)), *(np.zeros(0, dtype=np.int64) for _ in range(2)))
     shape = (0, dummy.labels_BT.shape[1])
-    sums.add(dummy, none._replace(nll_BT=np.zeros(shape), correct_BT=np.zeros(shape, dtype=np.int64)))
+    none = none._replace(nll_BT=np.zeros(shape), correct_BT=np.zeros(shape, dtype=np.int64))
+    sums.add(records_of(dummy, none, 2, sums.bucket_width))
     assert torch.equal(dummy.labels_BT, torch.full((1, 1), -100))
     assert sums.run.totals.num_windows == sums.run.totals.num_tokens == 0

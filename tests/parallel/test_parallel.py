@@ -78,7 +78,7 @@ def score(name, degrees, **options):
     )
     model.load(random_weights(name))
     scores = {}
-    for index in batches_of(dims.dp_rank(rank), dims.dp_degree, 5, equal_steps=dims.fsdp_enabled):
+    for index in batches_of(dims.dp_rank(rank), dims.dp_degree, range(5), equal_steps=dims.fsdp_enabled):
         tokens_BT, labels_BT = DUMMY if index == DUMMY_BATCH else batches()[index]
         nll_N, correct_N = model.scorer(tokens_BT, labels_BT)
         if index != DUMMY_BATCH and dims.is_counted(rank):

@@ -30,7 +30,6 @@ def test_context_is_seen_and_not_scored():
     made = batches(counted_tokens(9, 4), protocols.strided(4, 2, weighting="hf_doc"))
     assert made[1].tokens_BT.tolist() == [[104, 105, 106, 0], [106, 107, 0, 0]]
     assert made[1].labels_BT.tolist() == [[-100, 106, 107, -100], [-100, 108, -100, -100]]
-    assert made[1].weights_B.tolist() == [1, 0]
     # The window of the second document does not see the first.
     assert made[2].tokens_BT.tolist() == [[109, 110, 111, 0]]
     assert (made[2].document_B.tolist(), made[2].start_B.tolist()) == ([1], [0])
@@ -40,7 +39,6 @@ def test_the_prefix_token_stands_before_its_window():
     first = batches(counted_tokens(6, 2), protocols.rolling(4), BOS)[0]
     assert first.tokens_BT.tolist() == [[BOS, 100, 101, 102], [101, 102, 103, 104]]
     assert first.labels_BT.tolist() == [[100, 101, 102, 103], [-100, -100, 104, 105]]
-    assert first.weights_B is None
     assert batches(counted_tokens(6, 2), protocols.rolling(4), BOS)[1].tokens_BT.tolist() == [
         [BOS, 106, 0, 0]
     ]
@@ -67,7 +65,7 @@ def test_masked_labels_are_neither_scored_nor_counted():
     made = batches(data, protocols.disjoint(4))
     assert made[0].labels_BT.tolist() == [[101, -100, -100, -100], [105, 106, 107, -100]]
     only = coverage.hash_sums(np.zeros(4, dtype=np.int64), np.array([1, 5, 6, 7]))
-    assert made[0].scored_hash_sums.tolist() == only.tolist()
+    assert made[0].scored_hash_sums_B4.sum(axis=0).tolist() == only.tolist()
     assert expected_hash_sums(made.plan, data, 0, 1).tolist() == only.tolist()
     # Position 4 begins a window, so that nothing would score it anyway.
     assert masked_targets(made.plan, data) == 2
@@ -77,4 +75,4 @@ def test_a_dummy_batch_scores_nothing():
     batch = batches(counted_tokens(8), protocols.disjoint(4))[DUMMY_BATCH]
     assert (batch.labels_BT == -100).all()
     assert len(batch.window_ids_B) == 0
-    assert not batch.scored_hash_sums.any()
+    assert batch.scored_hash_sums_B4.shape == (0, 4)

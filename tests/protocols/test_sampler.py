@@ -7,14 +7,14 @@ from ppl_eval.protocols.sampler import DUMMY_BATCH, batches_of
 
 
 def test_by_hand():
-    assert list(batches_of(1, 3, 7)) == [1, 4]
-    assert list(batches_of(0, 3, 7, equal_steps=True)) == [0, 3, 6]
-    assert list(batches_of(1, 3, 7, equal_steps=True)) == [1, 4, DUMMY_BATCH]
+    assert list(batches_of(1, 3, range(7))) == [1, 4]
+    assert list(batches_of(0, 3, range(7), equal_steps=True)) == [0, 3, 6]
+    assert list(batches_of(1, 3, range(7), equal_steps=True)) == [1, 4, DUMMY_BATCH]
 
 
 @given(st.integers(0, 30), st.integers(1, 7), st.booleans())
 def test_every_batch_runs_once(num_batches, num_replicas, equal_steps):
-    steps = [list(batches_of(r, num_replicas, num_batches, equal_steps)) for r in range(num_replicas)]
+    steps = [list(batches_of(r, num_replicas, range(num_batches), equal_steps)) for r in range(num_replicas)]
     assert sorted(b for run in steps for b in run if b != DUMMY_BATCH) == list(range(num_batches))
     if equal_steps:
         assert {len(run) for run in steps} == {-(-num_batches // num_replicas)}

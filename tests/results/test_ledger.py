@@ -10,9 +10,10 @@ from helpers.processes import Script
 from helpers.runs import ranks
 from helpers.tiny import write_config
 from helpers.two_hosts import wait_for
-from ppl_eval.results import ledger
-from ppl_eval.results.ledger import RECORD, Ledger, open_ledger, plan_key, read_ledger
+from ppl_eval.metrics import window_records
+from ppl_eval.results.ledger import Ledger, lock_output_dir, open_ledger, plan_key, read_ledger
 
+RECORD = window_records.record_dtype()
 HELD_RUN = str(Path(__file__).parents[1] / "helpers" / "held_run.py")
 
 
@@ -20,7 +21,7 @@ def records(*window_ids):
     made = np.zeros(len(window_ids), dtype=RECORD)
     made["window_id"], made["num_tokens"] = window_ids, 10
     made["nll_sum"] = np.array(window_ids) * 0.1
-    made["check"] = ledger._check_numbers(made)
+    made["check"] = window_records.check_numbers(made)
     return made
 
 
@@ -37,14 +38,14 @@ def test_all_ranks_are_read_in_order_of_windows(tmp_path):
     found = read_ledger(tmp_path)
     assert found["window_id"].tolist() == [0, 1, 2, 3, 4, 5]
     assert found["nll_sum"].tolist() == [i * 0.1 for i in range(6)]
-    assert RECORD.itemsize == 48
+    assert RECORD.itemsize == 80
 
 
-@pytest.mark.parametrize("torn", [1, 47, 49])
+@pytest.mark.parametrize("torn", [1, 79, 81])
 def test_torn_end_is_left_out_and_then_written_over(tmp_path, torn):
     path = written(tmp_path, 0, records(0, 1, 2)).path
     os.truncate(path, path.stat().st_size - torn)
-    whole = 3 - -(-torn // 48)
+    whole = 3 - -(-torn // 80)
     assert read_ledger(tmp_path)["window_id"].tolist() == list(range(whole))
     book = written(tmp_path, 0, records(7))
     assert read_ledger(tmp_path)["window_id"].tolist() == [*range(whole), 7]
@@ -54,9 +55,9 @@ def test_torn_end_is_left_out_and_then_written_over(tmp_path, torn):
 def test_what_a_disk_made_up_is_left_out(tmp_path):
     path = written(tmp_path, 0, records(1, 2, 3)).path
     with open(path, "r+b") as file:
-        file.seek(48)
-        file.write(bytes(48))  # zeros, as file systems leave after a power cut
-        file.seek(2 * 48 + 24)
+        file.seek(80)
+        file.write(bytes(80))  # zeros, as file systems leave after a power cut
+        file.seek(2 * 80 + 24)
         file.write(b"\xff")  # a flipped NLL
     assert read_ledger(tmp_path)["window_id"].tolist() == [1]
 
@@ -108,12 +109,11 @@ def test_a_full_disk_is_told_with_the_file(tmp_path):
 
 
 def test_one_run_at_a_time_in_an_output_dir(tmp_path):
-    first = open_ledger(tmp_path, {"a": 1}, 0)
-    open_ledger(tmp_path, {"a": 1}, 1)  # Another rank of it.
+    first = lock_output_dir(tmp_path)
     with pytest.raises(ValueError, match="another run is writing to output_dir"):
-        open_ledger(tmp_path, {"a": 2}, 0)
-    first.close()
-    open_ledger(tmp_path, {"a": 2}, 0).close()
+        lock_output_dir(tmp_path)
+    first.release()
+    lock_output_dir(tmp_path).release()
 
 
 def test_folder_that_cannot_be_written_is_told(tmp_path):

@@ -1,12 +1,14 @@
 """From named weights to a model: a state dict that reads on demand, and the checks before loading."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torchtune.modules import TiedLinear
 
 from ppl_eval.checkpoints.quantized_tensors import check_packed_for, is_quantized, move
+from ppl_eval.checkpoints.weights_hash import WeightsHash
 
 SHOWN_KEYS = 10
 EMBEDDING_KEY = "tok_embeddings.weight"
@@ -57,6 +59,7 @@ def load_into(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    weights: WeightsHash | None = None,
 ) -> list[str]:
     """Give a model that was built on the meta device its weights, without a second copy of any of them.
 
@@ -66,6 +69,7 @@ def load_into(
             assigned as they are (a mapped file stays mapped); the others are converted one at a time.
         dtype: of all floating-point weights. Quantised weights keep theirs.
         device: where the weights go.
+        weights: takes the hash of what is read.
 
     Returns:
         Notes: everything that was adjusted.
@@ -82,10 +86,11 @@ def load_into(
     loaded: dict[str, torch.Tensor] = {}
     for name in names:
         tensor = state_dict[name]
-        if is_quantized(tensor) or not tensor.is_floating_point():
-            loaded[name] = move(tensor, device)
-            continue
-        loaded[name] = tensor.to(device=device, dtype=dtype)
+        with weights.reading(name, tensor) if weights else nullcontext():
+            if is_quantized(tensor) or not tensor.is_floating_point():
+                loaded[name] = move(tensor, device)
+            else:
+                loaded[name] = tensor.to(device=device, dtype=dtype)
         del tensor
     model.load_state_dict(loaded, strict=True, assign=True)
     init_rotary_tables(model, device)

@@ -1,8 +1,13 @@
 """What a run depends on besides its inputs: device, dtype, seed, versions."""
 
+import hashlib
+import os
 import platform
 import resource
+import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +16,18 @@ from torchtune.training import get_dtype
 from torchtune.utils import get_device
 
 _PACKAGES = ("torch", "torchtune", "torchao", "tokenizers", "numpy", "lm_eval", "distributed_ppl_eval")
+# Variables by which libraries choose kernels or their arithmetic.
+_KERNEL_VARIABLES = (
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+)
+_SIMD = ("avx", "amx", "fma", "f16c", "sve", "neon", "bf16")
 
 
 def choose_device(device: str, backend: str | None) -> torch.device:
@@ -87,12 +104,78 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions of what the numbers depend on; ``cpu`` is the instruction set of torch's kernels."""
+    """Return versions of what the numbers depend on.
+
+    ``cpu`` is the instruction set of torch's kernels, ``source`` a hash of this project's modules, and
+    ``git`` the commit of the checkout that they are run from, if they are.
+    """
     return {
         "python": platform.python_version(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         **{package: _version(package) for package in _PACKAGES},
+        "source": _source_hash(),
+        "git": _git_commit(),
     }
+
+
+def kernel_facts(device: torch.device) -> dict[str, Any]:
+    """Return what decides which kernels a device runs, and how they round; JSON values.
+
+    The number of threads is not among them: MKL is held to the same bits for any (``ppl_eval``).
+    """
+    facts: dict[str, Any] = {
+        "variables": {name: os.environ[name] for name in _KERNEL_VARIABLES if name in os.environ},
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if device.type == "cuda":
+        return facts | {
+            "device": torch.cuda.get_device_name(device),
+            "capability": list(torch.cuda.get_device_capability(device)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
+        }
+    cpu = torch.cpu.get_capabilities()
+    return facts | {
+        # MKL has other kernels for other makers' processors with the same instructions.
+        "maker": str(cpu.get("cpu_name", "")).split(" ")[0],
+        "instructions": sorted(name for name, has in cpu.items() if has is True and name.startswith(_SIMD)),
+        "torch_kernels": torch.backends.cpu.get_cpu_capability(),
+        "threads": "openmp" if torch.backends.openmp.is_available() else "native",
+        "mkl": torch.backends.mkl.is_available(),
+        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+    }
+
+
+@cache
+def _source_hash() -> str:
+    """Hash (sha256) all modules of this package, by their paths in it."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(
+            f"{path.relative_to(package)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
+        )
+    return digest.hexdigest()
+
+
+@cache
+def _git_commit() -> str | None:
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -78,6 +78,7 @@ class Settings:
     per_window: bool = False
     per_document: bool = False
     position_buckets: int | None = _key(None, at_least=1, at_most=2**20)
+    resume: str = _key("auto", allowed=("auto", "never", "require"))
     backend: str | None = None
     timeout_seconds: float = _key(180, at_least=1)
     baseline: str | None = None

@@ -40,7 +40,7 @@ def find_problem(reports: list[dict[str, Any] | None]) -> str | None:
     missing = [rank for rank, report in enumerate(reports) if report is None]
     came = {rank: report for rank, report in enumerate(reports) if report is not None}
     if missing:
-        there = _by_host({rank: report["host"] for rank, report in came.items()})
+        there = by_host({rank: report["host"] for rank, report in came.items()})
         return f"rank {rank_ranges(missing)} did not come within timeout_seconds; there are {there}"
     errors = {rank: report["error"] for rank, report in came.items() if report["error"]}
     if errors:
@@ -56,7 +56,7 @@ def find_problem(reports: list[dict[str, Any] | None]) -> str | None:
         groups = _group(values)
         if len(groups) > 1:
             listed = "; ".join(
-                f"{value} on {_by_host({rank: came[rank]['host'] for rank in ranks})}"
+                f"{value} on {by_host({rank: came[rank]['host'] for rank in ranks})}"
                 for value, ranks in groups.items()
             )
             lines.append(f"{fact} differs between ranks: {listed}")
@@ -70,7 +70,8 @@ def _group(values: Mapping[int, str]) -> dict[str, list[int]]:
     return groups
 
 
-def _by_host(hosts: Mapping[int, str]) -> str:
+def by_host(hosts: Mapping[int, str]) -> str:
+    """Return hosts with their ranks, in words, from the host of each rank."""
     return ", ".join(f"{host} (rank {rank_ranges(ranks)})" for host, ranks in _group(hosts).items())
 
 

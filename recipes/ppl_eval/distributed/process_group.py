@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ppl_eval.distributed.rendezvous import World
+
+Number = TypeVar("Number", np.int64, np.float64)
 
 
 def choose_backend(device: torch.device, backend: str | None) -> str:
@@ -40,10 +43,8 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
         dist.destroy_process_group()
 
 
-def all_gather_rows(
-    row: npt.NDArray[np.float64], world_size: int, device: torch.device
-) -> npt.NDArray[np.float64]:
-    """Gather one row of float64 from every rank; [world_size, N]."""
+def all_gather_rows(row: npt.NDArray[Number], world_size: int, device: torch.device) -> npt.NDArray[Number]:
+    """Gather one row of int64 or float64 from every rank; [world_size, N]."""
     mine = torch.from_numpy(row).to(device)
     rows = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(rows, mine)

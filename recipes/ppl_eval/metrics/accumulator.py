@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.metrics.standard_error import Blocks
-from ppl_eval.metrics.totals import Totals, WindowScores
+from ppl_eval.metrics.totals import Totals, WindowScores, join_value_limbs
+from ppl_eval.metrics.window_records import WINDOW_SUMS, Records, bucket_width
 from ppl_eval.protocols.base import IntArray
-from ppl_eval.protocols.batches import Batch
 from ppl_eval.protocols.plan import Plan
 
 
@@ -61,7 +60,7 @@ class Accumulator:
     """
 
     def __init__(self, plan: Plan, data: TokenData, num_position_buckets: int = 0) -> None:
-        self._first_window_D1, self._domain_D = plan.first_window_D1, data.domain_D
+        self._plan, self._domain_D = plan, data.domain_D
         num_windows_D = plan.windows_per_document()
         with_windows = np.flatnonzero(num_windows_D)
         self.run = PartSums(plan.num_windows, plan.first_window_D1[with_windows])
@@ -76,31 +75,32 @@ class Accumulator:
                 self._start_D[documents] = stops - num_windows_D[documents]
                 starts = self._start_D[documents[num_windows_D[documents] > 0]]
                 self.domains[name] = PartSums(int(stops[-1]) if len(stops) else 0, starts)
-        self.bucket_width = -(-plan.protocol.max_seq_len // max(num_position_buckets, 1))
+        self.bucket_width = bucket_width(plan.protocol.max_seq_len, num_position_buckets)
         self.positions = [Totals() for _ in range(num_position_buckets)]
 
-    def add(self, batch: Batch, scores: WindowScores) -> None:
-        """Add a scored batch."""
-        self.run.add(scores, batch.window_ids_B, batch.weights_B)
-        self.run.totals.scored_hash_sums += batch.scored_hash_sums
+    def add(self, records: Records) -> None:
+        """Add scored windows."""
+        window_ids_B = records["window_id"]
+        windows = self._plan.locate(window_ids_B)
+        weights_B = self._plan.protocol.window_weights(windows)
+        scores = WindowScores(*(records[name] for name in WINDOW_SUMS))
+        self.run.add(scores, window_ids_B, weights_B)
+        self.run.totals.scored_hash_sums += records["scored_hash_sums"].sum(axis=0, dtype=np.uint64)
         if self.domains:
             assert self._domain_D is not None
-            domain_B = self._domain_D[batch.document_B]
-            inside_B = batch.window_ids_B - self._first_window_D1[batch.document_B]
-            window_B = self._start_D[batch.document_B] + inside_B
+            domain_B = self._domain_D[windows.document]
+            inside_B = window_ids_B - self._plan.first_window_D1[windows.document]
+            window_B = self._start_D[windows.document] + inside_B
             for index, domain in enumerate(self.domains.values()):
                 here_B = domain_B == index
                 if here_B.any():
-                    weights_B = None if batch.weights_B is None else batch.weights_B[here_B]
-                    domain.add(scores.subset(here_B), window_B[here_B], weights_B)
-        if self.positions:
-            assert scores.nll_BT is not None
-            assert scores.correct_BT is not None
-            scored_BT = batch.labels_BT[: len(scores.nll_BT)].numpy() != CROSS_ENTROPY_IGNORE_IDX
-            for index, bucket in enumerate(self.positions):
-                columns = slice(index * self.bucket_width, (index + 1) * self.bucket_width)
-                here = scored_BT[:, columns]
-                bucket.add_tokens(scores.nll_BT[:, columns][here], scores.correct_BT[:, columns][here])
+                    part_B = None if weights_B is None else weights_B[here_B]
+                    domain.add(scores.subset(here_B), window_B[here_B], part_B)
+        for index, bucket in enumerate(self.positions):
+            limbs = records["bucket_nll"][:, index].sum(axis=0, dtype=np.int64)
+            bucket.nll_fixed += join_value_limbs(limbs.tolist())
+            bucket.num_tokens += int(records["bucket_tokens"][:, index].sum())
+            bucket.num_correct += int(records["bucket_correct"][:, index].sum())
 
     def reduce(self, add_over_ranks: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> None:
         """Replace this rank's sums by those of all ranks.

@@ -24,6 +24,7 @@ _LIMB_BITS = 32
 _LIMB = 1 << _LIMB_BITS
 # 96 fractional bits, 62 bits of value and 2^40 windows, with the sign, fit in 7 limbs.
 NUM_LIMBS = 7
+NUM_VALUE_LIMBS = 5
 _LARGEST = float(1 << 62)
 
 FloatArray = npt.NDArray[np.float64]
@@ -59,12 +60,10 @@ class WindowScores(NamedTuple):
         )
 
 
-def to_fixed(values: FloatArray) -> int:
-    """Return the exact sum of float64 values, as an integer in units of 2^-96.
+def fixed_limbs(values: FloatArray) -> list[IntArray]:
+    """Return float64 values in units of 2^-96 as ``NUM_VALUE_LIMBS`` limbs of 32 bits with the value's sign.
 
-    Example:
-        >>> fixed_to_float(to_fixed(np.array([1e16, 1.0, -1e16])))
-        1.0
+    The most significant limbs come first; each may be added over 2^31 values.
     """
     magnitude = np.abs(values)
     assert np.all(magnitude < _LARGEST), (
@@ -80,10 +79,25 @@ def to_fixed(values: FloatArray) -> int:
         digit = np.rint(rest) if last else np.floor(rest)
         rest = rest - digit
         limbs.append(digit.astype(np.int64))
+    return [limb * sign for limb in limbs]
+
+
+def join_value_limbs(limbs: list[int]) -> int:
+    """Return the integer that limbs of ``fixed_limbs``, or sums of them, stand for."""
     fixed = 0
     for limb in limbs:
-        fixed = fixed * _LIMB + int((limb * sign).sum(dtype=np.int64))
+        fixed = fixed * _LIMB + limb
     return fixed
+
+
+def to_fixed(values: FloatArray) -> int:
+    """Return the exact sum of float64 values, as an integer in units of 2^-96.
+
+    Example:
+        >>> fixed_to_float(to_fixed(np.array([1e16, 1.0, -1e16])))
+        1.0
+    """
+    return join_value_limbs([int(limb.sum(dtype=np.int64)) for limb in fixed_limbs(values)])
 
 
 def to_limbs(fixed: int) -> list[int]:
@@ -148,12 +162,6 @@ class Totals:
             mean_B = scores.nll_sum_B / np.maximum(tokens, 1)
             self.weighted_nll_fixed += to_fixed(mean_B * weights_B)
             self.window_weights += int(weights_B.sum())
-
-    def add_tokens(self, nll_N: FloatArray, correct_N: IntArray) -> None:
-        """Add single tokens (of a position bucket): only NLL, tokens and the most likely ones are summed."""
-        self.nll_fixed += to_fixed(nll_N)
-        self.num_tokens += len(nll_N)
-        self.num_correct += int(correct_N.sum())
 
     def pack(self) -> IntArray:
         """Return all sums as one int64 vector, which may be added over ranks elementwise."""

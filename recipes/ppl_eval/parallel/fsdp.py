@@ -5,7 +5,7 @@ the forward.
 import ctypes
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.lazy_state_dict import init_rotary_tables
+from ppl_eval.checkpoints.weights_hash import WeightsHash
 
 
 class Slice(NamedTuple):
@@ -179,7 +180,11 @@ def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = Fals
 
 @torch.no_grad()
 def load_parameters(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice] | None = None
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    slices: Mapping[str, Slice] | None = None,
+    weights: WeightsHash | None = None,
+    speaks_for_peers: bool = True,
 ) -> None:
     """Copy checkpoint tensors into the parameters, of each only the part that this rank keeps.
 
@@ -192,14 +197,21 @@ def load_parameters(
         tensors: whole tensors under the parameters' names, checked beforehand for names and shapes; cast to
             the parameters' dtype.
         slices: what tensor parallelism keeps of some of them (``tensor_parallel.split_model``).
+        weights: takes the hash of what is read.
+        speaks_for_peers: whether this rank counts, in that hash, the rows that its tensor-parallel peers keep
+            too.
     """
     for name, parameter in model.named_parameters():
         kept = slices.get(name) if slices else None
-        tensor = tensors[name]
+        whole = tensor = tensors[name]
+        first, rows_are_split = 0, False
         if kept is not None:
             assert tensor.shape[kept.dim] == kept.size, f"{name}: {tuple(tensor.shape)} does not have {kept}"
             tensor = tensor.narrow(kept.dim, kept.start, kept.stop - kept.start)
+            rows_are_split = kept.dim == 0
+            first = kept.start if rows_are_split else 0
         assert tensor.shape == parameter.shape, f"{name}: {tuple(tensor.shape)} for {tuple(parameter.shape)}"
+        target: torch.Tensor = parameter
         if isinstance(parameter, DTensor):
             shape, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
@@ -207,6 +219,16 @@ def load_parameters(
             for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
                 # An empty share starts past the end.
                 tensor = tensor.narrow(dim, start if length else 0, length)
-            parameter.to_local().copy_(tensor)
-        else:
-            parameter.copy_(tensor)
+            first += offset[0]
+            rows_are_split = rows_are_split or _tp_splits_rows(parameter)
+            target = parameter.to_local()
+        rows = (first, first + tensor.shape[0])
+        counted = rows_are_split or speaks_for_peers
+        with weights.reading(name, whole, rows, counted=counted) if weights else nullcontext():
+            target.copy_(tensor)
+
+
+def _tp_splits_rows(parameter: DTensor) -> bool:
+    # As a user's tensor_parallel_plan does; the built-in one leaves plain tensors.
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tp" in names and parameter.placements[names.index("tp")].is_shard(0)

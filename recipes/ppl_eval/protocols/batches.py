@@ -23,8 +23,7 @@ class Batch:
         window_ids_B: ids in the plan; empty for a dummy batch.
         document_B: document of each window.
         start_B: first position of each window in its document.
-        scored_hash_sums: set hash of the scored targets (see ``coverage``).
-        weights_B: weight of each window's mean NLL, where the protocol has such weights; int64.
+        scored_hash_sums_B4: set hash of each window's scored targets (see ``coverage``); uint64.
     """
 
     tokens_BT: torch.Tensor
@@ -32,8 +31,7 @@ class Batch:
     window_ids_B: IntArray
     document_B: IntArray
     start_B: IntArray
-    scored_hash_sums: coverage.HashSums
-    weights_B: IntArray | None = None
+    scored_hash_sums_B4: coverage.HashSums
 
 
 class WindowBatches:
@@ -62,7 +60,7 @@ class WindowBatches:
                 none,
                 none,
                 none,
-                coverage.hash_sums(none, none),
+                np.zeros((0, coverage.NUM_HASH_SUMS), dtype=np.uint64),
             )
         windows = self.plan.batch_windows(batch)
         tokens_BT, labels_BT = self._tensors(windows)
@@ -74,7 +72,6 @@ class WindowBatches:
             windows.document,
             windows.start,
             scored_hash_sums(windows, self.data),
-            self.plan.protocol.window_weights(windows),
         )
 
     def _tensors(self, windows: Windows) -> tuple[IntArray, IntArray]:
@@ -104,19 +101,23 @@ class WindowBatches:
 
 
 def scored_hash_sums(windows: Windows, data: TokenData) -> coverage.HashSums:
-    """Hash the set of the targets that windows score, label masks applied."""
+    """Hash the set of the targets that each window scores, label masks applied; uint64 [windows, 4]."""
     num_targets = windows.num_targets
     document_N = np.repeat(windows.document, num_targets)
     # Positions of each window's targets, laid end to end: a running index less where its window begins, plus
     # the window's first target.
-    before = np.cumsum(num_targets) - num_targets
+    bounds = np.concatenate([[0], np.cumsum(num_targets)])
     position_N = np.arange(len(document_N), dtype=np.int64) + np.repeat(
-        windows.score_start - before, num_targets
+        windows.score_start - bounds[:-1], num_targets
     )
+    hashes_N4 = coverage.hashes(document_N, position_N)
     if data.labels is not None:
-        kept = data.labels[data.offsets_D1[document_N] + position_N] != CROSS_ENTROPY_IGNORE_IDX
-        document_N, position_N = document_N[kept], position_N[kept]
-    return coverage.hash_sums(document_N, position_N)
+        masked_N = data.labels[data.offsets_D1[document_N] + position_N] == CROSS_ENTROPY_IGNORE_IDX
+        hashes_N4[masked_N] = 0
+    # Differences of running sums, all modulo 2^64.
+    running = np.zeros((len(document_N) + 1, coverage.NUM_HASH_SUMS), dtype=np.uint64)
+    np.cumsum(hashes_N4, axis=0, out=running[1:])
+    return running[bounds[1:]] - running[bounds[:-1]]
 
 
 def masked_targets(plan: Plan, data: TokenData) -> int:
@@ -149,5 +150,5 @@ def expected_hash_sums(plan: Plan, data: TokenData, rank: int, num_replicas: int
     # About 2^20 targets at a time, so that memory stays flat.
     step = max(1, (1 << 20) // plan.protocol.max_seq_len)
     for start in range(first, last, step):
-        sums += scored_hash_sums(plan.windows(start, min(start + step, last)), data)
+        sums += scored_hash_sums(plan.windows(start, min(start + step, last)), data).sum(axis=0)
     return sums

@@ -30,14 +30,19 @@ def mix64(x: HashSums) -> HashSums:
     return x ^ (x >> _S31)
 
 
-def hash_sums(document_N: IntArray, position_N: IntArray) -> HashSums:
-    """Hash the set of (document, position) pairs: uint64 [NUM_HASH_SUMS], to be added modulo 2^64."""
-    sums = np.zeros(NUM_HASH_SUMS, dtype=np.uint64)
+def hashes(document_N: IntArray, position_N: IntArray) -> HashSums:
+    """Hash (document, position) pairs one by one: uint64 [N, NUM_HASH_SUMS]."""
+    found = np.empty((len(document_N), NUM_HASH_SUMS), dtype=np.uint64)
     for i in range(NUM_HASH_SUMS):
         seed = mix64(np.full(1, i + 1, dtype=np.uint64) * _GOLDEN)
         document_hash = mix64(document_N.astype(np.uint64) + seed)
-        sums[i] = mix64(document_hash + position_N.astype(np.uint64) * _GOLDEN).sum(dtype=np.uint64)
-    return sums
+        found[:, i] = mix64(document_hash + position_N.astype(np.uint64) * _GOLDEN)
+    return found
+
+
+def hash_sums(document_N: IntArray, position_N: IntArray) -> HashSums:
+    """Hash the set of (document, position) pairs: uint64 [NUM_HASH_SUMS], to be added modulo 2^64."""
+    return hashes(document_N, position_N).sum(axis=0, dtype=np.uint64)
 
 
 def digest(sums: HashSums, num_tokens: int) -> str:

@@ -50,7 +50,10 @@ class Plan:
     def windows(self, first: int, last: int) -> Windows:
         """The windows with ids [first, last)."""
         assert 0 <= first <= last <= self.num_windows, (first, last, self.num_windows)
-        window_id = np.arange(first, last, dtype=np.int64)
+        return self.locate(np.arange(first, last, dtype=np.int64))
+
+    def locate(self, window_id: IntArray) -> Windows:
+        """The windows with these ids."""
         document = np.searchsorted(self.first_window_D1, window_id, side="right").astype(np.int64) - 1
         start, score_start, stop, prefix = self.protocol.locate(
             self.length_D[document], window_id - self.first_window_D1[document]

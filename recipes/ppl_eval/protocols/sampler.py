@@ -6,13 +6,15 @@ from collections.abc import Sequence
 DUMMY_BATCH = -1
 
 
-def batches_of(rank: int, num_replicas: int, num_batches: int, equal_steps: bool = False) -> Sequence[int]:
-    """Return the batches that a rank runs: of R replicas, rank r runs r, r + R, r + 2R, ...
+def batches_of(
+    rank: int, num_replicas: int, batches: Sequence[int], equal_steps: bool = False
+) -> Sequence[int]:
+    """Return the batches that a rank runs: of R replicas, rank r runs the r-th, the (r + R)-th, ...
 
     Args:
         rank: data-parallel rank r.
         num_replicas: data-parallel degree R.
-        num_batches: batches of the plan.
+        batches: those that are to be scored, ascending.
         equal_steps: end with ``DUMMY_BATCH`` where this rank has one batch less than others.
 
     Example:
@@ -22,6 +24,6 @@ def batches_of(rank: int, num_replicas: int, num_batches: int, equal_steps: bool
         [1, 4, -1]
     """
     assert 0 <= rank < num_replicas, (rank, num_replicas)
-    own = range(rank, num_batches, num_replicas)
-    most = -(-num_batches // num_replicas)
+    own = batches[rank::num_replicas]
+    most = -(-len(batches) // num_replicas)
     return [*own, DUMMY_BATCH] if equal_steps and len(own) < most else own

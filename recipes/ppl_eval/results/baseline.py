@@ -87,7 +87,7 @@ def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: 
     """Return one line for each of these fields that differs, nested ones leaf by leaf."""
     lines = []
     for field in fields:
-        ours, theirs = _leaves(_get(result, field), field), _leaves(_get(baseline, field), field)
+        ours, theirs = leaves(_get(result, field), field), leaves(_get(baseline, field), field)
         lines += [
             f"{name}: {ours.get(name, 'absent')} here, {theirs.get(name, 'absent')} in the baseline"
             for name in sorted({*ours, *theirs})
@@ -156,9 +156,10 @@ def _get(result: Mapping[str, Any], field: str) -> Any:
     return value
 
 
-def _leaves(value: Any, name: str) -> dict[str, Any]:
+def leaves(value: Any, name: str) -> dict[str, Any]:
+    """Return what is not a mapping inside a value, by dotted name."""
     if not isinstance(value, Mapping):
         return {name: value}
     return {
-        leaf: found for key, inner in value.items() for leaf, found in _leaves(inner, f"{name}.{key}").items()
+        leaf: found for key, inner in value.items() for leaf, found in leaves(inner, f"{name}.{key}").items()
     }

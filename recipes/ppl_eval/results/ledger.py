@@ -1,11 +1,10 @@
-"""What was scored, on disk while the run goes on, so that a run that dies does not take its work along.
+"""What was scored, on disk while the run goes on, so that a later run goes on from it.
 
     <output_dir>/ledger/<key>/plan.json      all that the bits of a record depend on; its hash is the key
-    <output_dir>/ledger/<key>/rank-<r>.bin   records, one a window, as rank r scored them
+    <output_dir>/ledger/<key>/rank-<r>.bin   records (``metrics.window_records``), as rank r scored them
 
-A record is 48 bytes, little endian: window_id, num_tokens, num_correct (int64), nll_sum (nats), nll_sq_sum
-(nats^2; float64), and a check number over the five. Every batch is one write, without fsync: a process that
-is killed loses nothing, a machine that loses power the last seconds. What a crash tears is recognised by its
+Every batch is one write. The file is synchronised so often that a machine that loses power loses
+``SYNC_SECONDS`` of work at most; a process that is killed loses none. What a crash tears is recognised by its
 length or its check number, and left out.
 
 Each host needs an output_dir that it can write; it need not be shared. When the result is written, the folder
@@ -17,37 +16,21 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from ppl_eval.config.files import write_json
-from ppl_eval.metrics.totals import WindowScores
-from ppl_eval.protocols import coverage
-from ppl_eval.protocols.batches import Batch
+from ppl_eval.metrics.window_records import Records, in_order, no_records, record_dtype, whole_records
 
-_COUNTS, _SUMS = ("window_id", "num_tokens", "num_correct"), ("nll_sum", "nll_sq_sum")
-RECORD = np.dtype(
-    [(name, "<i8") for name in _COUNTS] + [(name, "<f8") for name in _SUMS] + [("check", "<u8")]
-)
-_PLAN_FILE = "plan.json"
-
-Records = npt.NDArray[np.void]
-
-
-def records_of(batch: Batch, scores: WindowScores) -> Records:
-    """Return the records of a scored batch."""
-    records = np.zeros(len(batch.window_ids_B), dtype=RECORD)
-    records["window_id"] = batch.window_ids_B
-    records["num_tokens"], records["num_correct"] = scores.num_tokens_B, scores.num_correct_B
-    records["nll_sum"], records["nll_sq_sum"] = scores.nll_sum_B, scores.nll_sq_sum_B
-    records["check"] = _check_numbers(records)
-    return records
+SYNC_SECONDS = 10.0
+FOLDER = "ledger"
+PLAN_FILE = "plan.json"
 
 
 class Ledger:
@@ -56,14 +39,19 @@ class Ledger:
     Args:
         folder: folder of the plan.
         rank: this rank; its file is made with the first record.
-        lock: what keeps other runs out of the output_dir, if this rank holds it.
+        num_buckets: position buckets of the run, which decide the size of a record.
+
+    Attributes:
+        resumed: what this rank answers for of the windows that earlier runs scored.
     """
 
-    def __init__(self, folder: Path, rank: int, lock: FileLock | None = None) -> None:
+    def __init__(self, folder: Path, rank: int, num_buckets: int = 0) -> None:
         self.folder, self.path = folder, folder / f"rank-{rank}.bin"
-        self._lock = lock
+        self.num_buckets = num_buckets
+        self.resumed = no_records(num_buckets)
         self._file: IO[bytes] | None = None
         self._begin = 0
+        self._synced = self._written = time.monotonic()
 
     def append(self, records: Records) -> None:
         """Write the records of a batch through to the operating system."""
@@ -73,31 +61,40 @@ class Ledger:
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
                 # Behind what an earlier run of this plan left, on the grid of whole records.
-                self._begin = self._file.tell() // RECORD.itemsize * RECORD.itemsize
+                self._begin = self._file.tell() // records.itemsize * records.itemsize
                 self._file.truncate(self._begin)
             if self._file.write(records.tobytes()) < records.nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._synchronise()
         except OSError as error:
             raise ValueError(
                 f"the records of finished windows cannot be written to {self.path}: {error.strerror}; what"
                 " stands there already is kept"
             ) from error
 
+    def _synchronise(self) -> None:
+        # The next batch may take as long as this one, and comes too late if the time is over before.
+        now = time.monotonic()
+        due = now - self._synced + (now - self._written) >= SYNC_SECONDS
+        self._written = now
+        if due and self._file is not None:
+            os.fdatasync(self._file.fileno())
+            self._synced = time.monotonic()
+
     def own(self) -> Records:
-        """Return what this rank scored in this run, ordered by window."""
-        if self._file is None:
-            return np.zeros(0, dtype=RECORD)
-        return np.sort(_read_file(self.path, self._begin), order="window_id")
+        """Return what this rank scored in this run or answers for, ordered by window."""
+        scored = self.resumed[:0]
+        if self._file is not None:
+            scored = _read_file(self.path, self.num_buckets, self._begin)
+        return in_order(np.concatenate([self.resumed, scored]))
 
     def close(self) -> None:
-        """Close the file and let other runs in; a folder without records is removed."""
-        if self._lock is not None:
-            self._lock.release()
+        """Close the file; a folder without records is removed."""
         if self._file is not None:
             self._file.close()
             return
         with suppress(OSError):  # The rank that wrote the result may be removing it right now.
-            if not list(self.folder.glob("rank-*.bin")):
+            if not has_records(self.folder):
                 self.remove()
 
     def remove(self) -> None:
@@ -108,32 +105,37 @@ class Ledger:
             self.folder.parent.rmdir()
 
 
-def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int) -> Ledger:
+def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int, num_buckets: int = 0) -> Ledger:
     """Open the ledger of a rank, in the folder of its plan; the folder is made and described.
 
     Args:
         output_dir: the run's.
-        facts: what the bits of a record depend on (``result.plan_facts``).
+        facts: what the bits of a record depend on (``run.facts.plan_facts``).
         rank: this rank.
+        num_buckets: position buckets of the run.
 
     Raises:
-        ValueError: if the folder cannot be written, or another run is writing there.
+        ValueError: if the folder cannot be written.
     """
-    folder = output_dir / "ledger" / plan_key(facts)
-    lock = _only_run(output_dir) if rank == 0 else None
+    folder = output_dir / FOLDER / plan_key(facts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / _PLAN_FILE).exists():
-            write_json(folder / _PLAN_FILE, facts)
+        if not (folder / PLAN_FILE).exists():
+            write_json(folder / PLAN_FILE, facts)
     except OSError as error:
         raise ValueError(
             f"the records of finished windows cannot be kept in {folder}: {error.strerror}; every host needs"
             " an output_dir that it can write"
         ) from error
-    return Ledger(folder, rank, lock)
+    return Ledger(folder, rank, num_buckets)
 
 
-def _only_run(output_dir: Path) -> FileLock | None:
+def lock_output_dir(output_dir: Path) -> FileLock:
+    """Keep other runs out of an output_dir until the lock is released or this process ends.
+
+    Raises:
+        ValueError: if another run is writing there.
+    """
     lock = FileLock(output_dir / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -142,7 +144,7 @@ def _only_run(output_dir: Path) -> FileLock | None:
             f"another run is writing to output_dir {output_dir}: wait for its end, or give this one another"
         ) from error
     except (OSError, NotImplementedError):
-        return None  # A file system without locks.
+        pass  # A file system without locks.
     return lock
 
 
@@ -151,29 +153,23 @@ def plan_key(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_ledger(folder: Path) -> Records:
-    """Read all whole records of a plan's folder, one a window, ordered by window.
+def has_records(folder: Path) -> bool:
+    """Return whether a plan's folder holds the records of some rank."""
+    return any(path.stat().st_size > 0 for path in folder.glob("rank-*.bin"))
 
-    A window that was scored more than once (by runs that died) was scored with the same bits.
+
+def read_ledger(folder: Path, num_buckets: int = 0) -> Records:
+    """Read all whole records of a plan's folder, one a window, ordered by window.
 
     Args:
         folder: ``<output_dir>/ledger/<key>`` of one host.
+        num_buckets: position buckets of its run.
     """
-    parts = [_read_file(path) for path in sorted(folder.glob("rank-*.bin"))]
-    records = np.concatenate([np.zeros(0, dtype=RECORD), *parts])
-    _, first = np.unique(records["window_id"], return_index=True)
-    return records[first]
+    parts = [_read_file(path, num_buckets) for path in sorted(folder.glob("rank-*.bin"))]
+    return in_order(np.concatenate([no_records(num_buckets), *parts]))
 
 
-def _read_file(path: Path, begin: int = 0) -> Records:
-    num_records = max(0, os.path.getsize(path) - begin) // RECORD.itemsize
-    records = np.fromfile(path, dtype=RECORD, count=num_records, offset=begin)
-    return records[records["check"] == _check_numbers(records)]
-
-
-def _check_numbers(records: Records) -> npt.NDArray[np.uint64]:
-    # Not zero for a record of zeros, which is what a file system may leave of a write it never made.
-    check = np.full(len(records), 1, dtype=np.uint64)
-    for name in (*_COUNTS, *_SUMS):
-        check = coverage.mix64(check + records[name].view(np.uint64))
-    return check
+def _read_file(path: Path, num_buckets: int, begin: int = 0) -> Records:
+    dtype = record_dtype(num_buckets)
+    num_records = max(0, os.path.getsize(path) - begin) // dtype.itemsize
+    return whole_records(np.fromfile(path, dtype=dtype, count=num_records, offset=begin))

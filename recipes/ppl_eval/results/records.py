@@ -38,9 +38,10 @@ import pyarrow.parquet as pq
 from ppl_eval.config.files import whole_file
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.metrics.denominators import CoveredText, window_sizes
+from ppl_eval.metrics.totals import FloatSum
+from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols.base import IntArray, Windows, exp_or_infinity
 from ppl_eval.protocols.plan import Plan
-from ppl_eval.results.ledger import Records
 
 Reduce = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 
@@ -97,6 +98,18 @@ def gather(
         assert (rows[:, 0] == 1).all(), "a window was recorded by no rank, or by more than one"
         nll_sum, nll_sq_sum = (np.ascontiguousarray(rows[:, i]).view(np.float64) for i in (3, 4))
         yield Rows(plan.windows(first, last), first, rows[:, 1], rows[:, 2], nll_sum, nll_sq_sum)
+
+
+def rounded_nll(own: Records, plan: Plan, precision: str, add_over_ranks: Reduce) -> float:
+    """Return the NLL of the run as a running sum in float64 or float32 gives it, nats.
+
+    Rounding depends on the order, so windows are added in the order of the plan, whoever scored them; every
+    rank must run through it.
+    """
+    running = FloatSum(precision)
+    for rows in gather(own, plan, add_over_ranks):
+        running.add(rows.nll_sum)
+    return float(running.value)
 
 
 def write(

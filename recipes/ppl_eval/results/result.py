@@ -8,19 +8,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torchtune.utils import get_logger
 
 from ppl_eval.config.components import instantiate
-from ppl_eval.config.environment import peak_memory_bytes, versions
+from ppl_eval.config.environment import kernel_facts, peak_memory_bytes, versions
 from ppl_eval.config.files import write_json
-from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
+from ppl_eval.metrics.totals import resolve_precision
+from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, records, table
-from ppl_eval.results.ledger import Records
-from ppl_eval.run.state import RunState, Scored, Source
+from ppl_eval.results.ledger import plan_key
+from ppl_eval.run.facts import plan_facts
+from ppl_eval.run.state import RunState, Scored
 
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
 
@@ -38,48 +39,41 @@ def rank_row(state: RunState, scored: Scored) -> npt.NDArray[np.float64]:
     return np.array([here[name] for name in _ROW], dtype=np.float64)
 
 
-def plan_facts(settings: Settings, source: Source, device: torch.device) -> dict[str, Any]:
-    """Return everything that decides which windows there are and what bits they score; JSON values.
-
-    Data parallelism and FSDP are not among them, because they change neither.
-    """
-    given, inputs, known = settings.as_dict(), source.inputs, versions()
-    return {
-        "data": inputs.data.fingerprint,
-        "protocol": {"name": inputs.protocol.name, **inputs.protocol.parameters},
-        "prefix_token": inputs.prefix_token,
-        "num_windows": inputs.plan.num_windows,
-        "checkpoint": source.checkpoint.identity,
-        "model": given["model"],
-        "quantizer": given.get("quantizer"),
-        **{
-            key: getattr(settings, key)
-            for key in ("batch_size", "dtype", "compile", "max_logits_mib", "softmax", "tensor_parallel_dim")
-        },
-        "tensor_parallel_plan": given.get("tensor_parallel_plan"),
-        "context_parallel_dim": settings.context_parallel_dim,
-        "device": device.type,
-        "versions": {name: known[name] for name in ("torch", "torchtune", "torchao")},
-    }
+def precision_of(state: RunState) -> str:
+    """Return the accumulation in use."""
+    return resolve_precision(state.settings.aggregation.precision, state.inputs.expected_tokens)
 
 
-def build(state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64]) -> dict[str, Any]:
+def rounded_nll(state: RunState, own: Records, add_over_ranks: AddOverRanks) -> float | None:
+    """Return the NLL in the accumulation in use, nats, or None where that is ``exact``; all ranks take
+    part."""
+    precision = precision_of(state)
+    if precision == "exact":
+        return None
+    return records.rounded_nll(own, state.inputs.plan, precision, add_over_ranks)
+
+
+def build(
+    state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64], rounded_nll: float | None
+) -> dict[str, Any]:
     """Return the result of a finished run as plain JSON values.
 
     Args:
         state: the run.
         scored: what it scored.
         per_rank: ``rank_row`` of every rank.
+        rounded_nll: what the function of that name returned.
     """
     settings, inputs = state.settings, state.inputs
     covered = denominators.covered_text(inputs.plan, inputs.data)
     return {
         "schema": table.SCHEMA,
+        "key": plan_key(plan_facts(state)),
         **figures.all_figures(scored.accumulator, inputs.protocol, inputs.data, covered),
         "num_documents": inputs.data.num_documents,
         "bytes_and_words_of": None if covered is None else covered.of,
         "coverage": _coverage(inputs.expected_tokens, scored),
-        "aggregation": _aggregation(settings.aggregation.topology, scored),
+        "aggregation": _aggregation(state, scored, rounded_nll),
         **_question(state),
         "model": _model(state),
         "quantizer": _quantizer(state),
@@ -92,6 +86,7 @@ def build(state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64]) ->
         "seed": state.source.seed,
         "timing": _timing(scored, per_rank),
         "versions": versions(),
+        "kernels": kernel_facts(state.device),
         "notes": state.notes,
     }
 
@@ -120,6 +115,7 @@ def _question(state: RunState) -> dict[str, Any]:
         "plan": {
             "batch_size": plan.batch_size,
             "num_batches": plan.num_batches,
+            "resumed_batches": state.num_done,
             "max_windows": state.settings.max_windows,
             "whole": plan.is_whole,
         },
@@ -138,7 +134,7 @@ def _model(state: RunState) -> dict[str, Any]:
         "component": section["_component_"],
         "arguments": {key: value for key, value in section.items() if key != "_component_"},
         "num_parameters": state.model.num_parameters,
-        "checkpoint": checkpoint.identity,
+        "checkpoint": {"weights_hash": state.weights_hash, "files": checkpoint.identity},
         "quantized_checkpoint": checkpoint.quantized,
         "config_check": state.source.config_check,
     }
@@ -163,30 +159,34 @@ def _quantizer(state: RunState) -> dict[str, Any] | None:
 
 def _timing(scored: Scored, per_rank: npt.NDArray[np.float64]) -> dict[str, Any]:
     columns = {name: per_rank[:, i].tolist() for i, name in enumerate(_ROW)}
-    num_tokens = scored.accumulator.run.totals.num_tokens
     return {
-        "tokens_per_second": num_tokens / max(max(columns["score_seconds"]), 1e-9),
+        # Of what this run scored; earlier runs may have scored the rest.
+        "tokens_per_second": sum(columns["num_tokens"]) / max(max(columns["score_seconds"]), 1e-9),
         **{name: max(columns[name]) for name in _ROW[:4]},
         "per_rank": {name: table.spread(values) for name, values in columns.items()},
     }
 
 
-def _aggregation(topology: str, scored: Scored) -> dict[str, Any]:
-    chosen = {"precision": scored.precision, "topology": topology}
-    if scored.rounded_nll is None:
+def _aggregation(state: RunState, scored: Scored, rounded_nll: float | None) -> dict[str, Any]:
+    chosen = {"precision": precision_of(state), "topology": state.settings.aggregation.topology}
+    if rounded_nll is None:
         return chosen
     totals = scored.accumulator.run.totals
-    perplexity = figures.exp_or_infinity(scored.rounded_nll / totals.num_tokens)
+    perplexity = figures.exp_or_infinity(rounded_nll / totals.num_tokens)
     return {
         **chosen,
-        "nll_sum": scored.rounded_nll,
+        "nll_sum": rounded_nll,
         "perplexity": figures.json_number(perplexity),
-        "drift": (scored.rounded_nll - totals.nll_sum) / totals.nll_sum if totals.nll_sum else 0.0,
+        "drift": (rounded_nll - totals.nll_sum) / totals.nll_sum if totals.nll_sum else 0.0,
     }
 
 
 def write_result(
-    state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64], other: Mapping[str, Any] | None
+    state: RunState,
+    scored: Scored,
+    per_rank: npt.NDArray[np.float64],
+    rounded_nll: float | None,
+    other: Mapping[str, Any] | None,
 ) -> int:
     """Write ``result.json``, print the table, log the numbers, and compare with the baseline; rank 0.
 
@@ -194,13 +194,14 @@ def write_result(
         state: the run.
         scored: what it scored.
         per_rank: ``rank_row`` of every rank.
+        rounded_nll: what the function of that name returned.
         other: the baseline's result, if there is one.
 
     Returns:
         The exit code.
     """
     settings = state.settings
-    result = build(state, scored, per_rank)
+    result = build(state, scored, per_rank, rounded_nll)
     path = Path(settings.output_dir) / "result.json"
     if other is not None and baseline.is_comparable(result, other):
         assert settings.baseline is not None

@@ -1,20 +1,23 @@
 """The loop: this rank's batches are scored and added up, then the sums of all ranks are joined once."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics.accumulator import Accumulator
-from ppl_eval.metrics.totals import FloatSum, Totals, WindowScores, resolve_precision
+from ppl_eval.metrics.totals import Totals, WindowScores
+from ppl_eval.metrics.window_records import Records, records_of
 from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
 from ppl_eval.protocols.sampler import batches_of
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.nll import check_finite, score_batch
 
-Keep = Callable[[Batch, WindowScores, Totals], None]
+Keep = Callable[[Batch, WindowScores, Records, Totals], None]
 
 
 @dataclass(frozen=True)
@@ -23,24 +26,22 @@ class RankSums:
 
     Attributes:
         accumulator: its exact sums.
-        precision: the accumulation in use.
-        rounded_nll: its sum in that precision; None for ``exact``.
         seconds: how long it scored.
     """
 
     accumulator: Accumulator
-    precision: str
-    rounded_nll: FloatSum | None
     seconds: float
 
 
 def batches_of_rank(state: RunState) -> tuple[int, Iterable[Batch]]:
     """Return how many batches this rank scores, and the batches, made when asked for."""
     inputs, dims = state.inputs, state.dims
+    left: Sequence[int] = range(inputs.plan.num_batches)
+    if state.num_done:
+        assert state.done is not None
+        left = np.flatnonzero(~state.done).tolist()
     # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
-    indices = batches_of(
-        dims.dp_rank(state.world.rank), dims.dp_degree, inputs.plan.num_batches, equal_steps=dims.dp_shard > 1
-    )
+    indices = batches_of(dims.dp_rank(state.world.rank), dims.dp_degree, left, equal_steps=dims.dp_shard > 1)
     batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
     return len(indices), map(batches.__getitem__, indices)
 
@@ -51,16 +52,15 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
     Args:
         state: the run.
         batches: what ``batches_of_rank`` returned.
-        keep: called with every batch that counts, what it scored, and the totals so far.
+        keep: called with every batch that counts, what it scored, its records, and the totals so far.
 
     Raises:
         ValueError: if the model gives a NaN or infinite NLL.
     """
     settings, dims, inputs = state.settings, state.dims, state.inputs
     counted = dims.is_counted(state.world.rank)
-    accumulator = Accumulator(inputs.plan, inputs.data, settings.position_buckets or 0)
-    precision = resolve_precision(settings.aggregation.precision, inputs.expected_tokens)
-    rounded_nll = None if precision == "exact" else FloatSum(precision)
+    num_buckets = settings.position_buckets or 0
+    accumulator = Accumulator(inputs.plan, inputs.data, num_buckets)
     num_steps, windows = batches
     num_concurrent = concurrency.num_concurrent_batches(
         state.device,
@@ -73,15 +73,20 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
         check_finite(batch, scores, state.world.where)
         if not counted:
             continue  # A peer scored the same windows, and counts them.
-        accumulator.add(batch, scores)
-        if rounded_nll is not None:
-            rounded_nll.add(scores.nll_sum_B)
-        keep(batch, scores, accumulator.run.totals)
-    return RankSums(accumulator, precision, rounded_nll, time.monotonic() - begin)
+        records = records_of(batch, scores, num_buckets, accumulator.bucket_width)
+        accumulator.add(records)
+        keep(batch, scores, records, accumulator.run.totals)
+    return RankSums(accumulator, time.monotonic() - begin)
 
 
-def reduce(state: RunState, sums: RankSums, add_over_ranks: AddOverRanks) -> Scored:
+def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: AddOverRanks) -> Scored:
     """Join the sums of all ranks, and check that they cover the plan.
+
+    Args:
+        state: the run.
+        sums: what this rank scored.
+        resumed: what it answers for of the windows that earlier runs scored.
+        add_over_ranks: sums a vector over ranks.
 
     Raises:
         RuntimeError: if they do not, which is a fault in this program.
@@ -89,15 +94,13 @@ def reduce(state: RunState, sums: RankSums, add_over_ranks: AddOverRanks) -> Sco
     inputs, dims, rank, accumulator = state.inputs, state.dims, state.world.rank, sums.accumulator
     totals = accumulator.run.totals
     tokens_here = totals.num_tokens
+    accumulator.add(resumed)
     if dims.is_counted(rank):
         totals.expected_hash_sums = expected_hash_sums(
             inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree
         )
     begin = time.monotonic()
     accumulator.reduce(add_over_ranks)
-    rounded = None
-    if sums.rounded_nll is not None:
-        rounded = float(add_over_ranks(sums.rounded_nll.value.reshape(1))[0])
     seconds = time.monotonic() - begin
     accumulator.check_coverage(inputs.expected_tokens, inputs.plan.num_windows)
-    return Scored(accumulator, sums.precision, rounded, tokens_here, sums.seconds, seconds)
+    return Scored(accumulator, tokens_here, sums.seconds, seconds)

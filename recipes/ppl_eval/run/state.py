@@ -1,7 +1,6 @@
 """What a run consists of, handed as values to whoever reports on it."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.parallel.parallel_dims import ParallelDims
+from ppl_eval.protocols.base import BoolArray
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.scoring.load import BuiltModel
 
@@ -24,6 +24,7 @@ class Source:
         inputs: tokens and plan.
         seed: the seed in force.
         notes: everything that a reader of the result must know so far.
+        model_notes: those among them about the model: what was corrected, how it was checked.
         seconds: how long it took.
     """
 
@@ -32,12 +33,8 @@ class Source:
     inputs: Inputs
     seed: int
     notes: tuple[str, ...]
+    model_notes: tuple[str, ...]
     seconds: float
-
-    def facts(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
-        data = self.inputs.data.fingerprint
-        return {"seed": self.seed, "checkpoint": self.checkpoint.identity, "data": data}
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,9 @@ class RunState:
         dims: degrees of parallelism.
         source: checkpoint and text.
         model: the loaded model.
+        weights_hash: what all ranks loaded (``weights.agree_on_weights``).
         load_seconds: how long loading took.
+        done: whether earlier runs scored each batch; bool [num_batches].
     """
 
     settings: Settings
@@ -60,7 +59,9 @@ class RunState:
     dims: ParallelDims
     source: Source
     model: BuiltModel
+    weights_hash: str
     load_seconds: float
+    done: BoolArray | None = None
 
     @property
     def inputs(self) -> Inputs:
@@ -72,6 +73,11 @@ class RunState:
         """Everything that a reader of the result must know."""
         return [*self.source.notes, *self.model.notes]
 
+    @property
+    def num_done(self) -> int:
+        """Batches that earlier runs scored."""
+        return 0 if self.done is None else int(self.done.sum())
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -79,16 +85,12 @@ class Scored:
 
     Attributes:
         accumulator: the exact sums.
-        precision: the accumulation in use.
-        rounded_nll: NLL in that precision, nats; None for ``exact``.
         tokens_here: targets that this rank scored.
         score_seconds: how long this rank scored.
         reduce_seconds: how long the reduction took.
     """
 
     accumulator: Accumulator
-    precision: str
-    rounded_nll: float | None
     tokens_here: int
     score_seconds: float
     reduce_seconds: float

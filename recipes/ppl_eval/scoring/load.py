@@ -12,6 +12,7 @@ from torchtune.modules import TransformerDecoder
 from ppl_eval.checkpoints.lazy_state_dict import check_state_dict, load_into, note_conversions
 from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
+from ppl_eval.checkpoints.weights_hash import WeightsHash
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.data.token_data import TokenData
@@ -33,12 +34,14 @@ class BuiltModel:
     Attributes:
         scorer: the decoder with its head.
         num_parameters: parameters of the decoder, tied ones counted once, before quantisation.
+        weights: the hash of what this rank read.
         quantization: what was quantised, or None.
         notes: everything the person should know about how it was loaded.
     """
 
     scorer: ScoringModel
     num_parameters: int
+    weights: WeightsHash
     quantization: QuantizationReport | None
     notes: list[str] = field(default_factory=list)
 
@@ -203,9 +206,9 @@ def load_model(
         notes.append(
             "dtype=fp64: torchtune's norms and rotary embeddings, and the log-softmax, stay in float32"
         )
-    report = None
+    report, weights = None, WeightsHash()
     if whole:
-        notes += load_into(decoder, state_dict, dtype=dtype, device=device)
+        notes += load_into(decoder, state_dict, dtype=dtype, device=device, weights=weights)
         decoder.requires_grad_(False)
         if settings.quantizer is not None:
             report = quantize(decoder, settings.quantizer, device, batches=batches, share=share)
@@ -215,10 +218,11 @@ def load_model(
         names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
         notes += note_conversions(state_dict, names, dtype)
         model = _split(decoder, settings, placement, shard=True)
-        model.load(state_dict)
+        model.load(state_dict, weights)
+    weights.close()
     if settings.compile:
         training.compile_model(decoder)
-    return BuiltModel(model.scorer, num_parameters, report, notes + model.notes)
+    return BuiltModel(model.scorer, num_parameters, weights, report, notes + model.notes)
 
 
 def _check_calibration(decoder: TransformerDecoder, batches: list[torch.Tensor] | None) -> None:

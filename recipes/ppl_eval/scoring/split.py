@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtune.modules import TransformerDecoder
 
+from ppl_eval.checkpoints.weights_hash import WeightsHash
 from ppl_eval.parallel import context_parallel, tensor_parallel
 from ppl_eval.parallel import fsdp as sharding
 from ppl_eval.parallel.parallel_dims import ParallelDims, fsdp_mesh
@@ -26,6 +27,8 @@ class SplitModel:
         device: where it computes.
         cpu_offload: whether its parameters wait in host memory.
         notes: settings that had no effect.
+        part: which part of the model this rank keeps: copies of the model have the same parts.
+        speaks_for_peers: whether it is the first of its tensor-parallel peers.
     """
 
     scorer: ScoringModel
@@ -33,13 +36,17 @@ class SplitModel:
     device: torch.device
     cpu_offload: bool
     notes: list[str]
+    part: int = 0
+    speaks_for_peers: bool = True
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], weights: WeightsHash | None = None) -> None:
         """Allocate this rank's part and fill it from whole tensors, one at a time
-        (``sharding.load_parameters``).
+        (``sharding.load_parameters``); ``weights`` takes the hash of what is read.
         """
         sharding.materialize(self.scorer, self.device, self.cpu_offload)
-        sharding.load_parameters(self.scorer.decoder, tensors, self.slices)
+        if weights is not None:
+            weights.part = self.part
+        sharding.load_parameters(self.scorer.decoder, tensors, self.slices, weights, self.speaks_for_peers)
 
 
 def split_model(
@@ -105,4 +112,7 @@ def split_model(
     elif cpu_offload:
         notes.append("fsdp_cpu_offload has no effect without FSDP (data_parallel_shard_dim: 1)")
     sharded_offload = cpu_offload and dims.fsdp_enabled and device.type != "cpu"
-    return SplitModel(scorer, slices, device, sharded_offload, notes)
+    # tp is the innermost axis and dp_replicate the outermost: a copy of the model is a run of ranks.
+    rank = 0 if mesh is None else mesh.get_rank()
+    part, tp_rank = rank % (dims.dp_shard * dims.cp * dims.tp), rank % dims.tp
+    return SplitModel(scorer, slices, device, sharded_offload, notes, part, tp_rank == 0)
