@@ -125,12 +125,19 @@ class DistributedPPLEvalRecipe:
         """Score this rank's batches, then add up over all ranks."""
         from ppl_eval.results.ledger import records_of
         from ppl_eval.results.progress import Progress
+        from ppl_eval.results.token_spool import TokenSpool
         from ppl_eval.run import loop
 
         state = self.state
         progress = Progress(state.inputs.expected_tokens, state.dims.dp_degree, enabled=self.world.rank == 0)
 
+        tokens = None
+        if self.settings.per_token:
+            tokens = TokenSpool(self._ledger.folder, self.world.rank, state.inputs.plan)
+
         def keep(batch: Batch, scores: WindowScores, totals: Totals) -> None:
+            if tokens is not None:
+                tokens.append(batch, scores)
             self._ledger.append(records_of(batch, scores))
             progress.update(totals)
 
@@ -150,6 +157,7 @@ class DistributedPPLEvalRecipe:
 
         state, scored, world = self.state, self.scored, self.world
         result.write_records(state, self._ledger.own(), self._add_over_ranks)
+        result.write_tokens(state, self._ledger, self._add_over_ranks)
         self._ledger.close()
         row = result.rank_row(state, scored)
         per_rank = process_group.all_gather_rows(row, world.world_size, state.device)

@@ -75,6 +75,7 @@ class Settings:
     softmax: str = _key("exact", allowed=("exact", "torch"))
     per_window: bool = False
     per_document: bool = False
+    per_token: bool = False
     position_buckets: int | None = _key(None, at_least=1, at_most=2**20)
     backend: str | None = None
     timeout_seconds: float = _key(180, at_least=1)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
 from ppl_eval.protocols import coverage
-from ppl_eval.results import baseline, records, table
-from ppl_eval.results.ledger import Records
+from ppl_eval.results import baseline, records, table, tokens
+from ppl_eval.results.ledger import Ledger, Records
+from ppl_eval.results.token_spool import SpooledTokens
 from ppl_eval.run.state import RunState, Scored, Source
+from ppl_eval.tokenization.pieces import token_texts
 
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
 
@@ -59,6 +62,8 @@ def plan_facts(settings: Settings, source: Source, device: torch.device) -> dict
         "tensor_parallel_plan": given.get("tensor_parallel_plan"),
         "context_parallel_dim": settings.context_parallel_dim,
         "device": device.type,
+        # A ledger of windows without their tokens is of no use to a run that writes tokens.
+        **({"per_token": True} if settings.per_token else {}),
         "versions": {name: known[name] for name in ("torch", "torchtune", "torchao")},
     }
 
@@ -243,3 +248,26 @@ def write_records(state: RunState, own: Records, add_over_ranks: AddOverRanks) -
             per_window=settings.per_window,
             per_document=settings.per_document,
         )
+
+
+def write_tokens(state: RunState, ledger: Ledger, add_over_ranks: AddOverRanks) -> None:
+    """Write what each token scored, where asked for; all ranks take part.
+
+    Args:
+        state: the run.
+        ledger: this rank's, beside which its tokens are.
+        add_over_ranks: sums a vector over ranks.
+    """
+    if not state.settings.per_token:
+        return
+    world, inputs = state.world, state.inputs
+    tokens.write(
+        Path(state.settings.output_dir),
+        SpooledTokens(ledger.folder, world.rank, ledger.own()),
+        inputs.plan,
+        inputs.data,
+        partial(token_texts, inputs.encoder),
+        rank=world.rank,
+        world_size=world.world_size,
+        add_over_ranks=add_over_ranks,
+    )
