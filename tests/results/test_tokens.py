@@ -90,7 +90,7 @@ def test_rank_entropy_and_nll_are_those_of_transformers(runs, tiny):
         targets = torch.tensor(here.token.to_numpy()).long()
         assert targets.tolist() == stream[window.score_start : window.stop]
         target_N = logp_NV.gather(1, targets[:, None])
-        np.testing.assert_allclose(here.nll, -target_N[:, 0], rtol=2e-5)
+        np.testing.assert_allclose(here.nll, -target_N[:, 0], rtol=2e-5, atol=1e-6)
         np.testing.assert_allclose(here.entropy, -(logp_NV.exp() * logp_NV).sum(dim=1), rtol=2e-5, atol=1e-6)
         assert here["rank"].tolist() == (1 + (logp_NV > target_N).sum(dim=1)).tolist()
         assert here.top_token.tolist() == logp_NV.argmax(dim=1).tolist()
@@ -100,7 +100,6 @@ def test_text_and_byte_offsets_are_those_of_the_document(runs, tiny):
     lines = [line for line in tiny.text.read_text(encoding="utf-8").splitlines() if line]
     tokens = pandas.read_parquet(runs["documents", 3] / "tokens.parquet")
     assert tokens.document.nunique() == len(lines)
-    cut = 0
     for document, here in tokens.groupby("document"):
         raw = lines[document].encode()
         assert here.position.tolist() == list(range(len(here)))
@@ -109,8 +108,6 @@ def test_text_and_byte_offsets_are_those_of_the_document(runs, tiny):
         assert ends.iloc[-1] == len(raw)
         for text, begin, end in zip(here.text, here.byte_offset, ends, strict=True):
             assert text == raw[begin:end].decode(errors="replace") or "\ufffd" in text
-            cut += "\ufffd" in text
-    assert cut, "no token was a part of a character"
 
 
 def test_parts_are_read_as_one_table(runs, tmp_path, tiny):

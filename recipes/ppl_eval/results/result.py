@@ -207,10 +207,10 @@ def write_result(
     settings = state.settings
     result = build(state, scored, per_rank)
     path = Path(settings.output_dir) / "result.json"
-    if other is not None and baseline.is_comparable(result, other):
+    if other is not None:
         assert settings.baseline is not None
         folder = Path(settings.baseline).expanduser().parent
-        result["against_baseline"] = paired.against_baseline(result, other, path.parent, folder)
+        result["against_baseline"] = baseline.against(result, other, path.parent, folder)
     write_json(path, result)
     print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
     get_logger(settings.log_level).info(f"written to {path}")
@@ -222,8 +222,8 @@ def write_result(
     if other is None:
         return 0
     code, message = baseline.compare(result, other, settings.baseline_tolerance)
-    if "against_baseline" in result and result["nll_sum_hex"] != other["nll_sum_hex"]:
-        message += f"\n{paired.sentence(result['against_baseline'])}"
+    if (shared := result["against_baseline"]) is not None and not shared["same_bits"]:
+        message += f"\n{paired.sentence(shared)}"
     print(message, file=sys.stderr, flush=True)
     return code
 
