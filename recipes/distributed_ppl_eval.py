@@ -175,13 +175,20 @@ class DistributedPPLEvalRecipe:
     def evaluate(self, **_: Any) -> None:
         """Score this rank's batches, then add up over all ranks."""
         from ppl_eval.results.progress import Progress
+        from ppl_eval.results.token_spool import TokenSpool
         from ppl_eval.run import loop
 
         state = self.state
         expected = state.inputs.expected_tokens * (1 - state.num_done / state.inputs.plan.num_batches)
         progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
 
+        tokens = None
+        if self.settings.per_token:
+            tokens = TokenSpool(self._ledger.folder, self.world.rank, state.inputs.plan)
+
         def keep(batch: Batch, scores: WindowScores, records: Records, totals: Totals) -> None:
+            if tokens is not None:
+                tokens.append(batch, scores)
             self._ledger.append(records)
             progress.update(totals)
 
@@ -202,6 +209,7 @@ class DistributedPPLEvalRecipe:
         state, scored, world = self.state, self.scored, self.world
         own = self._ledger.own()
         result.write_records(state, own, self._add_over_ranks)
+        result.write_tokens(state, self._ledger, self._add_over_ranks)
         rounded_nll = result.rounded_nll(state, own, self._add_over_ranks)
         self._ledger.close()
         row = result.rank_row(state, scored)

@@ -155,6 +155,42 @@ def test_nll_from_parts_of_the_vocabulary(world_size):
     assert nll_N.isnan().tolist() == [row == 4 for row in range(12)]
 
 
+@run_ranks(1, 3)
+def test_details_from_parts_of_the_vocabulary(world_size):
+    logits_NV, targets_N = hard_logits()
+    logits_NV[4] = 1.0
+    start, stop = bounds(VOCAB_SIZE, world_size, dist.get_rank())
+    softmax = Softmax("exact", start, dist.group.WORLD, details=True)
+    found = token_nll(logits_NV[:, start:stop].clone(), targets_N, softmax)
+    plain = token_nll(logits_NV[:, start:stop].clone(), targets_N, softmax._replace(details=False))
+    whole = token_nll(logits_NV, targets_N, Softmax(details=True))
+    assert torch.equal(found[0], plain[0])
+    for values_N, expected_N in zip(found[1:4], whole[1:4], strict=True):
+        assert values_N.tolist() == expected_N.tolist()
+    torch.testing.assert_close(found[4], whole[4], rtol=1e-6, atol=1e-6)
+
+
+@run_ranks(2)
+def test_details_of_a_sequence_in_parts(world_size):
+    found = []
+    # Replicas score alone.
+    for degrees in ((1, 1, world_size, 1), (world_size, 1, 1, 1)):
+        dims = ParallelDims(*degrees, world_size)
+        model = split_model(
+            on_meta("llama3"),
+            dims,
+            dims.build_mesh("cpu"),
+            CPU,
+            max_logits_bytes=MAX_LOGITS_BYTES,
+            details=True,
+        )
+        model.load(random_weights("llama3"))
+        with torch.no_grad():
+            found.append(model.scorer(*batches()[0]))
+    for values_N, expected_N in zip(*found, strict=True):
+        torch.testing.assert_close(values_N, expected_N, rtol=1e-5, atol=1e-5)
+
+
 @run_ranks(2)
 def test_split_rows_have_no_bias_in_a_large_vocabulary(world_size):
     # As many as Llama 3 has. torch's own cross entropy is 4e-6 nats too low here, on average.

@@ -56,6 +56,39 @@ def test_of_equal_logits_the_first_is_the_most_likely_token():
     assert correct_N.tolist() == [True, False, True]
 
 
+def test_details_by_hand():
+    log3 = math.log(3.0)
+    logits_NV = torch.tensor([[0.0, log3], [log3, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, -math.inf]])
+    targets_N = torch.tensor([0, 0, 0, 1, 0])
+    found = token_nll(logits_NV, targets_N, Softmax(details=True))
+    _, correct_N, rank_N, top_N, entropy_N = found
+    assert rank_N.tolist() == [2, 1, 1, 2, 1]
+    assert top_N.tolist() == [1, 0, 0, 0, 0]
+    assert correct_N.tolist() == [rank == 1 for rank in rank_N.tolist()]
+    by_hand = math.log(4.0) - 0.75 * log3
+    assert entropy_N.tolist() == pytest.approx([by_hand, by_hand, math.log(2), math.log(2), 0.0], rel=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["exact", "torch"])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_details_leave_the_bits_of_nll_and_equal_float64(rule, rows):
+    generator = torch.Generator().manual_seed(4)
+    # As of a bfloat16 head: many logits are equal.
+    logits_NV = (3 * torch.randn(rows, 49_152, generator=generator)).bfloat16().float()
+    targets_N = torch.randint(0, 49_152, (rows,), generator=generator)
+    nll_N, correct_N = token_nll(logits_NV.clone(), targets_N, Softmax(rule))
+    detailed = token_nll(logits_NV.clone(), targets_N, Softmax(rule, details=True))
+    assert torch.equal(detailed[0], nll_N)
+    assert torch.equal(detailed[1], correct_N)
+    order_NV = logits_NV.sort(dim=1, descending=True, stable=True).indices
+    assert detailed[2].tolist() == (1 + (order_NV == targets_N[:, None]).int().argmax(dim=1)).tolist()
+    assert detailed[3].tolist() == order_NV[:, 0].tolist()
+    logp_NV = logits_NV.double().log_softmax(dim=1)
+    torch.testing.assert_close(
+        detailed[4].double(), -(logp_NV.exp() * logp_NV).sum(dim=1), rtol=3e-7, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("vocab_size", [49_152, 151_936])
 def test_the_exact_rule_equals_float64_where_torch_does_not(vocab_size):
     generator = torch.Generator().manual_seed(0)

@@ -77,6 +77,7 @@ class Settings:
     softmax: str = _key("exact", allowed=("exact", "torch"))
     per_window: bool = False
     per_document: bool = False
+    per_token: bool = False
     position_buckets: int | None = _key(None, at_least=1, at_most=2**20)
     resume: str = _key("auto", allowed=("auto", "never", "require"))
     backend: str | None = None

@@ -83,7 +83,8 @@ class Accumulator:
         window_ids_B = records["window_id"]
         windows = self._plan.locate(window_ids_B)
         weights_B = self._plan.protocol.window_weights(windows)
-        scores = WindowScores(*(records[name] for name in WINDOW_SUMS))
+        nll_sum_B, nll_sq_sum_B, num_tokens_B, num_correct_B = (records[name] for name in WINDOW_SUMS)
+        scores = WindowScores(nll_sum_B, nll_sq_sum_B, num_tokens_B, num_correct_B)
         self.run.add(scores, window_ids_B, weights_B)
         self.run.totals.scored_hash_sums += records["scored_hash_sums"].sum(axis=0, dtype=np.uint64)
         if self.domains:

@@ -1,11 +1,12 @@
-"""Two runs over the same windows, window by window: how far apart are they, and is that more than noise?
+"""Two runs, window by window: how far apart are they over the windows that both scored, and is that more than
+noise?
 
 Most of what makes one window harder than another is the same for both runs and cancels in the difference,
 so a paired difference is known far better than either perplexity.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,64 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
+from ppl_eval.metrics.standard_error import Blocks
+from ppl_eval.protocols.base import IntArray
+
 WINDOWS = "windows.parquet"
+_COLUMNS = ["content", "document", "num_tokens", "nll_sum"]
+FloatArray = npt.NDArray[np.float64]
 
 
 def against_baseline(
-    result: Mapping[str, Any], baseline: Mapping[str, Any], ours: Path, theirs: Path
-) -> dict[str, Any]:
-    """Return the difference between a result and a comparable baseline, for the result file.
+    result: Mapping[str, Any], baseline: Mapping[str, Any], ours: Path, theirs: Path, *, same_windows: bool
+) -> dict[str, Any] | None:
+    """Return the difference between a result and a baseline of the same protocol, for the result file.
 
     Args:
         result: this run's.
-        baseline: the other's; over the same windows.
+        baseline: the other's.
         ours: this run's output folder.
         theirs: the folder of the baseline.
+        same_windows: whether both scored the same tokens.
 
     Returns:
         ``perplexity_ratio`` and ``ce_loss_difference`` (nats per token, ours less theirs), each with its
-        standard error; the errors are None unless both runs wrote windows.parquet (``per_window: true``).
+        standard error, over the ``num_windows`` windows with scored tokens that both have; whether they have
+        the same bits (``same_bits``), and both means over them (``ce_loss``, ``baseline_ce_loss``). The
+        errors are None unless both runs wrote windows.parquet (``per_window: true``), and None too with fewer
+        than two blocks. None where without these tables nothing can be said, or no window is shared.
     """
-    difference = result["ce_loss"] - baseline["ce_loss"]
-    stderr, num_windows = None, None
     a, b = _windows(ours, result), _windows(theirs, baseline)
-    if a is not None and b is not None and np.array_equal(a[0], b[0]):
-        difference, stderr = paired_difference(a[1] - b[1], a[0])
-        num_windows = len(a[0])
+    if a is None or b is None:
+        if not same_windows:
+            return None
+        found = {
+            "ce_loss": result["ce_loss"],
+            "baseline_ce_loss": baseline["ce_loss"],
+            "same_bits": result.get("nll_sum_hex") == baseline.get("nll_sum_hex"),
+        }
+        return _figures(found, (result["ce_loss"] - baseline["ce_loss"], None), None)
+    here, there = shared_windows(a["content"], b["content"])
+    if not len(here):
+        return None
+    num_tokens_W, nll_W, other_W = a["num_tokens"][here], a["nll_sum"][here], b["nll_sum"][there]
+    total_tokens = int(num_tokens_W.sum())
+    found = {
+        "ce_loss": math.fsum(nll_W) / total_tokens,
+        "baseline_ce_loss": math.fsum(other_W) / total_tokens,
+        "same_bits": bool((nll_W == other_W).all()),
+    }
+    paired = paired_difference(nll_W - other_W, num_tokens_W, a["document"][here])
+    return _figures(found, paired, len(here)) | {
+        "num_windows_here": len(a["content"]),
+        "num_windows_in_baseline": len(b["content"]),
+    }
+
+
+def _figures(
+    found: dict[str, Any], paired: tuple[float, float | None], num_windows: int | None
+) -> dict[str, Any]:
+    difference, stderr = paired
     ratio = math.exp(min(difference, 700.0))
     return {
         "perplexity_ratio": ratio,
@@ -44,57 +79,84 @@ def against_baseline(
         "ce_loss_difference": difference,
         "ce_loss_difference_stderr": stderr,
         "num_windows": num_windows,
+        **found,
     }
 
 
-def _windows(
-    folder: Path, result: Mapping[str, Any]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
-    """Return tokens and NLL of each window in the plan's order; None if there is no table of this result."""
-    if not (folder / WINDOWS).is_file():
+def _windows(folder: Path, result: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]] | None:
+    """Return the windows with scored tokens in the plan's order; None if there is no table of this result."""
+    path = folder / WINDOWS
+    if not path.is_file() or not set(_COLUMNS) <= set(pq.read_schema(path).names):
         return None
-    columns = pq.read_table(folder / WINDOWS, columns=["num_tokens", "nll_sum"])
-    num_tokens_W, nll_W = (column.to_numpy().astype(np.float64) for column in columns.itercolumns())
+    table = pq.read_table(path, columns=_COLUMNS)
+    columns = {name: table[name].to_numpy() for name in _COLUMNS}
     # A table that an earlier run left there would compare something else.
-    same = num_tokens_W.sum() == result["num_tokens"] and math.isclose(
-        math.fsum(nll_W), result["nll_sum"], rel_tol=1e-9
+    same = columns["num_tokens"].sum() == result["num_tokens"] and math.isclose(
+        math.fsum(columns["nll_sum"]), result["nll_sum"], rel_tol=1e-9
     )
-    return (num_tokens_W, nll_W) if same else None
+    scored_W = columns["num_tokens"] > 0
+    return {name: values[scored_W] for name, values in columns.items()} if same else None
+
+
+def shared_windows(content_A: IntArray, content_B: IntArray) -> tuple[IntArray, IntArray]:
+    """Match windows of equal content; where several are equal, the first with the first.
+
+    Returns:
+        Indices into both, ascending in the first.
+    """
+    there = {key: index for index, key in enumerate(_occurrences(content_B))}
+    pairs = [(index, there[key]) for index, key in enumerate(_occurrences(content_A)) if key in there]
+    here_K, there_K = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return here_K, there_K
+
+
+def _occurrences(content_W: IntArray) -> Iterator[tuple[int, int]]:
+    """Walk the windows as their content and how many equal ones came before."""
+    seen: dict[int, int] = {}
+    for content in content_W.tolist():
+        seen[content] = seen.get(content, -1) + 1
+        yield content, seen[content]
 
 
 def paired_difference(
-    nll_difference_W: npt.NDArray[np.float64], num_tokens_W: npt.NDArray[np.float64]
+    nll_difference_W: FloatArray, num_tokens_W: IntArray, document_W: IntArray | None = None
 ) -> tuple[float, float | None]:
-    """Mean NLL difference per token and its standard error, windows being what varies independently.
+    """Mean NLL difference per token and its standard error, from blocks of neighbouring windows.
 
-    The estimator of a ratio of sums: r = sum d_w / sum n_w, var(r) = W / (W - 1) * sum (d_w - r n_w)^2 /
-    (sum n_w)^2 (Cochran, Sampling Techniques, 1977, section 6.4, without the finite-population factor).
+    A ratio of sums, its variance as in ``standard_error``: neighbouring windows resemble each other in their
+    differences too. Windows without scored tokens say nothing and do not count.
 
     Args:
         nll_difference_W: difference of each window's NLL, nats.
         num_tokens_W: scored tokens of each window.
+        document_W: document of each, ascending; None for one document.
 
     Returns:
-        Nats per token; the error is None for a single window.
+        Nats per token; the error is None with fewer than two blocks.
     """
-    total_tokens = math.fsum(num_tokens_W)
-    mean = math.fsum(nll_difference_W) / total_tokens
-    num_windows = len(num_tokens_W)
-    if num_windows < 2:
-        return mean, None
-    squares = math.fsum((nll_difference_W - mean * num_tokens_W) ** 2)
-    return mean, math.sqrt(squares * num_windows / (num_windows - 1)) / total_tokens
+    scored_W = num_tokens_W > 0
+    difference_W, tokens_W = nll_difference_W[scored_W], num_tokens_W[scored_W].astype(np.int64)
+    mean = math.fsum(difference_W) / int(tokens_W.sum())
+    starts = np.zeros(1, dtype=np.int64)
+    if document_W is not None:
+        starts = np.append(starts, 1 + np.flatnonzero(np.diff(document_W[scored_W])))
+    blocks = Blocks(len(tokens_W), starts)
+    blocks.add(np.arange(len(tokens_W)), difference_W, tokens_W)
+    return mean, blocks.ce_loss_stderr()
 
 
 def sentence(found: Mapping[str, Any]) -> str:
     """Describe the comparison in a line."""
+    ratio = f"perplexity is {found['perplexity_ratio']:.5f}"
+    if found["num_windows"] is None:
+        return f"{ratio} times the baseline's; how sure that is needs per_window=true in both runs"
+    over = f"{found['num_windows']} windows"
+    if not found["num_windows"] == found["num_windows_here"] == found["num_windows_in_baseline"]:
+        here, there = found["num_windows_here"], found["num_windows_in_baseline"]
+        over += f" that both share of {here} here and {there} in the baseline"
     if found["ce_loss_difference_stderr"] is None:
-        return (
-            f"perplexity is {found['perplexity_ratio']:.5f} times the baseline's; how sure that is needs"
-            " per_window=true in both runs"
-        )
+        return f"{ratio} times the baseline's (paired over {over}, too few for a standard error)"
     return (
-        f"perplexity is {found['perplexity_ratio']:.5f} ± {found['perplexity_ratio_stderr']:.5f} times the"
-        f" baseline's (paired over {found['num_windows']} windows: {found['ce_loss_difference']:+.6f} ±"
-        f" {found['ce_loss_difference_stderr']:.6f} nats per token)"
+        f"{ratio} ± {found['perplexity_ratio_stderr']:.5f} times the baseline's (paired over {over}:"
+        f" {found['ce_loss_difference']:+.6f} ± {found['ce_loss_difference_stderr']:.6f} nats per token)"
     )

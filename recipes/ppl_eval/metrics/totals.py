@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ class WindowScores(NamedTuple):
         num_correct_B: scored targets that were the most likely token; int64.
         nll_BT: NLL of each target, nats, 0 where none is scored; float64. None if it is not kept.
         correct_BT: whether each scored target was the most likely token; int64. None likewise.
+        details_N: rank, most likely token and entropy of the scored targets (``nll.token_nll``); empty if
+            they were not asked for.
     """
 
     nll_sum_B: FloatArray
@@ -49,6 +51,7 @@ class WindowScores(NamedTuple):
     num_correct_B: IntArray
     nll_BT: FloatArray | None = None
     correct_BT: IntArray | None = None
+    details_N: tuple[npt.NDArray[Any], ...] = ()
 
     def subset(self, chosen_B: npt.NDArray[np.bool_]) -> WindowScores:
         """Return the sums of some of the windows."""

@@ -7,17 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval.config.settings import Settings
+from ppl_eval.metrics import paired
 from ppl_eval.results.table import check_output_dir
 
 EXIT_MISMATCH = 3
 EXIT_INCOMPARABLE = 4
 
-# Fields that say what was measured: where one differs, the two numbers are answers to different questions.
+# Fields that say what a window means: where one differs, no two windows can be compared.
+_MEANING = (
+    "schema",
+    "protocol",
+    "dataset.fingerprint.tokenizer_sha256",
+    "dataset.fingerprint.join",
+    "dataset.fingerprint.bos_tokens",
+)
+# With the fields that say which windows there are, everything that was measured.
 _QUESTION = (
     "schema",
     "protocol",
     "dataset.fingerprint",
-    "plan.max_windows",
     "coverage.expected_tokens",
     "coverage.sha256",
 )
@@ -96,9 +104,18 @@ def differences(result: Mapping[str, Any], baseline: Mapping[str, Any], fields: 
     return lines
 
 
-def is_comparable(result: Mapping[str, Any], baseline: Mapping[str, Any]) -> bool:
-    """Return whether both are answers to the same question."""
-    return not differences(result, baseline, _QUESTION)
+def against(
+    result: Mapping[str, Any], baseline: Mapping[str, Any], ours: Path, theirs: Path
+) -> dict[str, Any] | None:
+    """Return the difference to a baseline over the windows that both share (``paired.against_baseline``).
+
+    Returns:
+        None where windows mean different things, or none is known to be shared.
+    """
+    if differences(result, baseline, _MEANING):
+        return None
+    same_windows = not differences(result, baseline, _QUESTION)
+    return paired.against_baseline(result, baseline, ours, theirs, same_windows=same_windows)
 
 
 def is_quantized(result: Mapping[str, Any]) -> bool:
@@ -118,21 +135,33 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
         The exit code (0, ``EXIT_MISMATCH`` or ``EXIT_INCOMPARABLE``) and what to tell the person.
     """
     other_question = differences(result, baseline, _QUESTION)
-    if other_question:
+    shared = result.get("against_baseline") if other_question else None
+    if other_question and shared is None:
         listed = "\n".join(f"  {line}" for line in other_question)
+        if not differences(result, baseline, _MEANING):
+            listed += "\nper_window=true in both runs compares the windows that both share, if there are any"
         return (
             EXIT_INCOMPARABLE,
             f"the baseline measured something else, so the numbers cannot be compared:\n{listed}",
         )
-    drift = abs(result["ce_loss"] - baseline["ce_loss"]) / max(abs(baseline["ce_loss"]), 1e-300)
-    same = result["nll_sum_hex"] == baseline["nll_sum_hex"]
-    numbers = (
-        f"perplexity {result['perplexity']} here, {baseline['perplexity']} in the baseline (ce_loss differs"
-        f" by {drift:.3e} relative, allowed {tolerance:g}; nll_sum {result['nll_sum_hex']} and"
-        f" {baseline['nll_sum_hex']})"
-    )
+    where = ""
+    if shared is None:
+        ours, theirs = result["ce_loss"], baseline["ce_loss"]
+        same = result["nll_sum_hex"] == baseline["nll_sum_hex"]
+    else:
+        ours, theirs, same = shared["ce_loss"], shared["baseline_ce_loss"], shared["same_bits"]
+        where = f" over the {shared['num_windows']} windows that both share"
+    drift = abs(ours - theirs) / max(abs(theirs), 1e-300)
+    numbers = f"ce_loss differs by {drift:.3e} relative, allowed {tolerance:g}"
+    if shared is None:
+        numbers = (
+            f"perplexity {result['perplexity']} here, {baseline['perplexity']} in the baseline ({numbers};"
+            f" nll_sum {result['nll_sum_hex']} and {baseline['nll_sum_hex']})"
+        )
+    else:
+        numbers = f"ce_loss{where} is {ours} here, {theirs} in the baseline ({numbers})"
     if same or (tolerance > 0 and drift <= tolerance):
-        return 0, f"agrees with the baseline{': the same bits' if same else f': {numbers}'}"
+        return 0, f"agrees with the baseline{where}{': the same bits' if same else f': {numbers}'}"
     if tolerance == 0 and is_quantized(result) and not is_quantized(baseline):
         return 0, (
             "quantised weights against a full-precision baseline: compared, not gated (baseline_tolerance"

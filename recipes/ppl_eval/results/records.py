@@ -15,6 +15,7 @@
     nll_sq_sum   double   sum of their squared NLL, nats^2
     num_bytes    int64    UTF-8 bytes of the text behind the window before, up to the end; null if unknown
     num_words    int64    words of it
+    content      int64    hash of the tokens that the model saw and of which of them were scored
 
 ``documents.parquet``, one row a document that has a window: document, domain, num_windows, num_tokens,
 num_correct, num_bytes, num_words (null where the protocol leaves out text), nll_sum, ce_loss, perplexity,
@@ -24,6 +25,7 @@ The values of a window are float64 that one rank computed, so the files have the
 of ranks. No file system need be shared: ranks send their rows to rank 0, some MB at a time.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from ppl_eval.config.files import whole_file
 from ppl_eval.data.token_data import TokenData
@@ -53,7 +56,7 @@ _WINDOWS = pa.schema(
     + [("prefix", pa.bool_())]
     + [(name, pa.int64()) for name in ("num_tokens", "num_correct")]
     + [(name, pa.float64()) for name in ("nll_sum", "nll_sq_sum")]
-    + [(name, pa.int64()) for name in ("num_bytes", "num_words")]
+    + [(name, pa.int64()) for name in ("num_bytes", "num_words", "content")]
 )
 _DOCUMENTS = pa.schema(
     [("document", pa.int64()), ("domain", pa.string())]
@@ -180,8 +183,29 @@ def _window_table(rows: Rows, plan: Plan, data: TokenData) -> pa.Table:
         "nll_sq_sum": rows.nll_sq_sum,
         "num_bytes": num_bytes,
         "num_words": num_words,
+        "content": window_contents(windows, data),
     }
     return pa.table({name: columns[name] for name in _WINDOWS.names}, schema=_WINDOWS)
+
+
+def window_contents(windows: Windows, data: TokenData) -> IntArray:
+    """Hash what each window consists of, wherever it lies: equal hashes, equal inputs and targets.
+
+    Under one tokenizer and prefix token; so windows of two runs are matched, be it over other documents.
+    """
+    begin_W = np.asarray(data.offsets_D1[windows.document])
+    columns = (windows.start, windows.score_start, windows.stop, windows.prefix, begin_W)
+    contents = np.empty(len(begin_W), dtype=np.int64)
+    for index, (start, score_start, stop, prefix, begin) in enumerate(zip(*columns, strict=True)):
+        here = slice(begin + start, begin + stop)
+        digest = hashlib.blake2b(
+            np.array([prefix, score_start - start], dtype="<i8").tobytes(), digest_size=8
+        )
+        digest.update(np.asarray(data.tokens[here]).astype("<u4").tobytes())
+        if data.labels is not None:
+            digest.update((np.asarray(data.labels[here]) == CROSS_ENTROPY_IGNORE_IDX).tobytes())
+        contents[index] = int.from_bytes(digest.digest(), "little", signed=True)
+    return contents
 
 
 class _Documents:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from ppl_eval.metrics import denominators, figures, paired
 from ppl_eval.metrics.totals import resolve_precision
 from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols import coverage
-from ppl_eval.results import baseline, records, table
-from ppl_eval.results.ledger import plan_key
+from ppl_eval.results import baseline, records, table, tokens
+from ppl_eval.results.ledger import Ledger, plan_key
+from ppl_eval.results.token_spool import SpooledTokens
 from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.state import RunState, Scored
+from ppl_eval.tokenization.pieces import token_texts
 
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
 
@@ -203,10 +206,10 @@ def write_result(
     settings = state.settings
     result = build(state, scored, per_rank, rounded_nll)
     path = Path(settings.output_dir) / "result.json"
-    if other is not None and baseline.is_comparable(result, other):
+    if other is not None:
         assert settings.baseline is not None
         folder = Path(settings.baseline).expanduser().parent
-        result["against_baseline"] = paired.against_baseline(result, other, path.parent, folder)
+        result["against_baseline"] = baseline.against(result, other, path.parent, folder)
     write_json(path, result)
     print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
     get_logger(settings.log_level).info(f"written to {path}")
@@ -218,8 +221,8 @@ def write_result(
     if other is None:
         return 0
     code, message = baseline.compare(result, other, settings.baseline_tolerance)
-    if "against_baseline" in result and result["nll_sum_hex"] != other["nll_sum_hex"]:
-        message += f"\n{paired.sentence(result['against_baseline'])}"
+    if (shared := result["against_baseline"]) is not None and not shared["same_bits"]:
+        message += f"\n{paired.sentence(shared)}"
     print(message, file=sys.stderr, flush=True)
     return code
 
@@ -244,3 +247,26 @@ def write_records(state: RunState, own: Records, add_over_ranks: AddOverRanks) -
             per_window=settings.per_window,
             per_document=settings.per_document,
         )
+
+
+def write_tokens(state: RunState, ledger: Ledger, add_over_ranks: AddOverRanks) -> None:
+    """Write what each token scored, where asked for; all ranks take part.
+
+    Args:
+        state: the run.
+        ledger: this rank's, beside which its tokens are.
+        add_over_ranks: sums a vector over ranks.
+    """
+    if not state.settings.per_token:
+        return
+    world, inputs = state.world, state.inputs
+    tokens.write(
+        Path(state.settings.output_dir),
+        SpooledTokens(ledger.folder, world.rank, ledger.own()),
+        inputs.plan,
+        inputs.data,
+        partial(token_texts, inputs.encoder),
+        rank=world.rank,
+        world_size=world.world_size,
+        add_over_ranks=add_over_ranks,
+    )

@@ -55,6 +55,8 @@ def plan_facts(state: RunState) -> dict[str, Any]:
         "record": window_records.VERSION,
         **input_facts(state.settings, state.source, state.device),
         "weights": state.weights_hash,
+        # A ledger of windows without their tokens is of no use to a run that writes tokens.
+        **({"per_token": True} if state.settings.per_token else {}),
         **state.model.facts(),
     }
 

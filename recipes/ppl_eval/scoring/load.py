@@ -249,6 +249,7 @@ def _split(
         placement.device,
         max_logits_bytes=int(settings.max_logits_mib * 2**20) // chunks_at_once,
         softmax=settings.softmax,
+        details=settings.per_token,
         shard=shard,
         plan=None if plan is None else instantiate("tensor_parallel_plan", plan),
         reshard_after_forward=settings.fsdp_reshard_after_forward,

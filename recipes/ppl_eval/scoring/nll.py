@@ -15,6 +15,7 @@ from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.parallel import context_parallel, tensor_parallel
 from ppl_eval.parallel import fsdp as sharding
 from ppl_eval.protocols.batches import Batch
+from ppl_eval.scoring.token_details import count_above, exp_sums, first_largest, sum_rows
 
 
 class Softmax(NamedTuple):
@@ -24,19 +25,23 @@ class Softmax(NamedTuple):
         rule: ``exact`` or ``torch``; see ``token_nll``.
         vocab_start: first token of this rank's columns.
         group: the ranks over which the vocabulary is split; None if each has all of it.
+        details: whether the target's rank, the most likely token and the entropy are asked for too.
     """
 
     rule: str = "exact"
     vocab_start: int = 0
     group: dist.ProcessGroup | None = None
+    details: bool = False
 
 
+# dtypes of what `token_nll` returns
+_OUTPUTS = (torch.float32, torch.bool, torch.int64, torch.int64, torch.float32)
 EXACT = Softmax()
 
 
 def token_nll(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, softmax: Softmax = EXACT
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Compute NLL from logits: nll = ln(sum over v of e^(x_v - m)) + m - x_target, with m the largest logit.
 
     ``exact`` adds the vocabulary up in a tree, so the result is within float32 rounding of a float64
@@ -49,52 +54,75 @@ def token_nll(
             vocabulary.
         targets_N: targets in the whole vocabulary; int64.
         softmax: the rule. The ranks of its group communicate twice: the largest logit of each row, then three
-            sums in one. A NaN in any part makes the row's NLL NaN.
+            sums in one; three times more for details. A NaN in any part makes the row's NLL NaN.
 
     Returns:
         ``nll_N`` (nats, float32) and ``correct_N`` (whether the target is the most likely token; of equals,
-        as in argmax, the first); the same on every rank of the group.
+        as in argmax, the first); with details also ``rank_N`` (int64, 1 for the most likely token; of equals
+        the lower id comes first), ``top_N`` (int64, the most likely token) and ``entropy_N`` (nats,
+        float32). The same on every rank of the group.
     """
     if softmax.group is not None:
-        return _split_nll(logits_NV, targets_N, softmax.vocab_start, softmax.group)
+        return _split_nll(logits_NV, targets_N, softmax)
     max_N = logits_NV.amax(dim=-1)
     target_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
     # As `argmax == target`, in the time of a maximum: only rows whose target ties for it need a search.
     correct_N = target_N == max_N
     rows = correct_N.nonzero().squeeze(1)
     correct_N[rows] = logits_NV[rows].argmax(dim=-1) == targets_N[rows]
-    if softmax.rule == "torch":
-        return F.cross_entropy(logits_NV, targets_N, reduction="none"), correct_N
-    return _sum_of_exp(logits_NV, max_N).log() + (max_N - target_N), correct_N
+    nll_N = F.cross_entropy(logits_NV, targets_N, reduction="none") if softmax.rule == "torch" else None
+    if not softmax.details:
+        if nll_N is None:
+            nll_N = _sum_of_exp(logits_NV, max_N).log() + (max_N - target_N)
+        return nll_N, correct_N
+    rank_N = 1 + count_above(logits_NV, target_N, targets_N)
+    top_N = first_largest(logits_NV)
+    exp_sum_N, weighted_N = exp_sums(logits_NV, max_N)
+    if nll_N is None:
+        nll_N = exp_sum_N.log() + (max_N - target_N)
+    return nll_N, correct_N, rank_N, top_N, exp_sum_N.log() - weighted_N / exp_sum_N
 
 
 def _sum_of_exp(logits_NV: torch.Tensor, max_N: torch.Tensor) -> torch.Tensor:
-    exp_NV = logits_NV.sub_(max_N[:, None]).exp_()
-    if len(exp_NV) == 1:
-        # torch divides the sum of a single row among its threads, and its bits depend on their number.
-        return torch.cat([exp_NV, exp_NV]).sum(dim=1)[:1]
-    return exp_NV.sum(dim=1)
+    return sum_rows(logits_NV.sub_(max_N[:, None]).exp_())
 
 
 def _split_nll(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, vocab_start: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, softmax: Softmax
+) -> tuple[torch.Tensor, ...]:
     """Compute ``exact`` NLL where each rank of a group has some columns of the vocabulary."""
-    column_N1 = (targets_N - vocab_start)[:, None]
+    group = softmax.group
+    column_N1 = (targets_N - softmax.vocab_start)[:, None]
     num_columns = logits_NV.shape[1]
     elsewhere_N1 = (column_N1 < 0) | (column_N1 >= num_columns)
     max_N1 = logits_NV.amax(dim=1, keepdim=True)
+    own_max_N = max_N1.squeeze(1).clone()
     dist.all_reduce(max_N1, dist.ReduceOp.MAX, group=group)
 
     target_N1 = logits_NV.gather(1, column_N1.clamp(0, num_columns - 1)).masked_fill(elsewhere_N1, 0.0)
     column_V = torch.arange(num_columns, device=logits_NV.device)
     earlier_N1 = ((logits_NV == max_N1) & (column_V < column_N1)).any(dim=1, keepdim=True)
     max_N = max_N1.squeeze(1)
-    exp_sum_N1 = _sum_of_exp(logits_NV, max_N)[:, None]
-    sums_N3 = torch.cat([exp_sum_N1, target_N1, earlier_N1.to(logits_NV.dtype)], dim=1)
+    if softmax.details:
+        value_N = target_N1.squeeze(1).clone()
+        dist.all_reduce(value_N, group=group)
+        above_N = count_above(logits_NV, value_N, column_N1.squeeze(1))
+        top_N = softmax.vocab_start + first_largest(logits_NV)
+        top_N[own_max_N != max_N] = torch.iinfo(torch.int64).max
+        dist.all_reduce(top_N, dist.ReduceOp.MIN, group=group)
+        exp_sum_N, weighted_N = exp_sums(logits_NV, max_N)
+    else:
+        exp_sum_N = _sum_of_exp(logits_NV, max_N)
+    sums_N3 = torch.cat([exp_sum_N[:, None], target_N1, earlier_N1.to(logits_NV.dtype)], dim=1)
     dist.all_reduce(sums_N3, group=group)
     exp_sum_N, target_N, earlier_N = sums_N3.unbind(dim=1)
-    return exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
+    nll_N, correct_N = exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
+    if not softmax.details:
+        return nll_N, correct_N
+    sums_N2 = torch.stack([above_N.double(), weighted_N.double()], dim=1)
+    dist.all_reduce(sums_N2, group=group)
+    entropy_N = exp_sum_N.log() - sums_N2[:, 1].float() / exp_sum_N
+    return nll_N, correct_N, 1 + sums_N2[:, 0].long(), top_N, entropy_N
 
 
 class ScoringModel(nn.Module):
@@ -107,6 +135,8 @@ class ScoringModel(nn.Module):
         max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them
             included.
         softmax: ``exact`` or ``torch``; see ``token_nll``.
+        details: whether ``forward`` returns the details of ``token_nll`` too. They take a few rows of logits
+            beside the chunk, which is the same, so that NLL keeps its bits.
         vocab_group: the ranks over which the head's rows are split (``tensor_parallel.split_model``); None if
             each rank has them all.
         sequence_group: the ranks over which sequences are split (``context_parallel.split_attention``); None
@@ -119,6 +149,7 @@ class ScoringModel(nn.Module):
         max_logits_bytes: int,
         *,
         softmax: str = "exact",
+        details: bool = False,
         vocab_group: dist.ProcessGroup | None = None,
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -131,13 +162,13 @@ class ScoringModel(nn.Module):
             vocab_start, _ = tensor_parallel.bounds(vocab_columns, size, rank)
             # The same on all ranks, though parts differ by one: they must cut the rows into the same chunks.
             vocab_columns = -(-vocab_columns // size)
-        self.softmax = Softmax(softmax, vocab_start, vocab_group)
+        self.softmax = Softmax(softmax, vocab_start, vocab_group, details)
         self.rows_per_chunk = rows_per_chunk(
             vocab_columns, decoder.tok_embeddings.weight.dtype, max_logits_bytes, softmax
         )
         decoder.unembed = lambda hidden_BTD: decoder.norm(hidden_BTD)
 
-    def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Score a batch.
 
         Args:
@@ -145,8 +176,8 @@ class ScoringModel(nn.Module):
             labels_BT: targets aligned with the inputs, -100 where nothing is scored; int64.
 
         Returns:
-            ``nll_N`` (nats, float32) and ``correct_N`` (whether the target was the most likely token) of the
-            scored targets, in row-major order; the same on all ranks that score the batch together.
+            What ``token_nll`` does, of the scored targets in row-major order; the same on all ranks that
+            score the batch together.
         """
         scored_BT = labels_BT != CROSS_ENTROPY_IGNORE_IDX
         if self.sequence_group is None:
@@ -156,26 +187,27 @@ class ScoringModel(nn.Module):
         part_scored_BT = part_labels_BT != CROSS_ENTROPY_IGNORE_IDX
         context_parallel.announce_length(self.decoder, part.num_positions)
         hidden_BTD = self.decoder(part_tokens_BT, input_pos=input_pos)
-        nll_N, correct_N = self._score_hidden(hidden_BTD[part_scored_BT], part_labels_BT[part_scored_BT])
-        values_2BT = nll_N.new_zeros(2, *part_labels_BT.shape)
-        values_2BT[:, part_scored_BT] = torch.stack([nll_N, correct_N.float()])
-        nll_BT, correct_BT = part.join(values_2BT)
-        return nll_BT[scored_BT], correct_BT[scored_BT] > 0
+        found = self._score_hidden(hidden_BTD[part_scored_BT], part_labels_BT[part_scored_BT])
+        # Ranks and ids of tokens are exact in float32: no vocabulary has 2^24.
+        values_KBT = hidden_BTD.new_zeros(len(found), *part_labels_BT.shape, dtype=torch.float32)
+        values_KBT[:, part_scored_BT] = torch.stack([values_N.float() for values_N in found])
+        joined_KN = part.join(values_KBT)[:, scored_BT]
+        return tuple(values_N.to(own.dtype) for values_N, own in zip(joined_KN, found, strict=True))
 
-    def _score_hidden(
-        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score_hidden(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
         softcap = getattr(self.decoder, "final_logit_softcap", None)
-        nll_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_ND.device)
-        correct_N = torch.empty(len(targets_N), dtype=torch.bool, device=hidden_ND.device)
+        kinds = _OUTPUTS if self.softmax.details else _OUTPUTS[:2]
+        outputs = tuple(torch.empty(len(targets_N), dtype=kind, device=hidden_ND.device) for kind in kinds)
         with sharding.whole_head(self.decoder):
             for first in range(0, len(targets_N), self.rows_per_chunk):
                 chunk = slice(first, first + self.rows_per_chunk)
                 logits_NV = self.decoder.output(hidden_ND[chunk]).float()
                 if softcap is not None:
                     logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
-                nll_N[chunk], correct_N[chunk] = token_nll(logits_NV, targets_N[chunk], self.softmax)
-        return nll_N, correct_N
+                found = token_nll(logits_NV, targets_N[chunk], self.softmax)
+                for output_N, values_K in zip(outputs, found, strict=True):
+                    output_N[chunk] = values_K
+        return outputs
 
 
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int, softmax: str = "exact") -> int:
@@ -201,8 +233,9 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int, s
 def score_batch(scorer: ScoringModel, batch: Batch, device: torch.device) -> WindowScores:
     """Score a batch on a device; one forward, whatever is in it."""
     labels_BT = batch.labels_BT.to(device)
-    nll_N, correct_N = scorer(batch.tokens_BT.to(device), labels_BT)
-    return window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
+    nll_N, correct_N, *details = scorer(batch.tokens_BT.to(device), labels_BT)
+    scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
+    return scores._replace(details_N=tuple(values_N.cpu().numpy() for values_N in details))
 
 
 def check_finite(batch: Batch, scores: WindowScores, where: str) -> None:

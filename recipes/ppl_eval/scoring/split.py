@@ -57,6 +57,7 @@ def split_model(
     *,
     max_logits_bytes: int,
     softmax: str = "exact",
+    details: bool = False,
     shard: bool = True,
     plan: Mapping[str, ParallelStyle] | None = None,
     reshard_after_forward: bool = True,
@@ -73,6 +74,7 @@ def split_model(
         device: where this rank computes.
         max_logits_bytes: see ``ScoringModel``.
         softmax: see ``ScoringModel``.
+        details: see ``ScoringModel``.
         shard: False leaves parameters whole on every rank, loaded or not: weights that cannot be split.
         plan: a user's ``tensor_parallel_plan``, which takes the place of the built-in one.
         reshard_after_forward: see ``sharding.shard_model``.
@@ -98,7 +100,12 @@ def split_model(
         context_parallel.split_attention(decoder, cp_group)
     vocab_group = tp_mesh.get_group() if tp_mesh is not None and plan is None else None
     scorer = ScoringModel(
-        decoder, max_logits_bytes, softmax=softmax, vocab_group=vocab_group, sequence_group=cp_group
+        decoder,
+        max_logits_bytes,
+        softmax=softmax,
+        details=details,
+        vocab_group=vocab_group,
+        sequence_group=cp_group,
     )
     if mesh is not None and shard and dims.fsdp_enabled:
         notes += sharding.shard_model(

@@ -88,18 +88,21 @@ def without_bos(config: Mapping[str, Any]) -> Any:
     paths = [Path(str(config[key])) if config.get(key) else None for key in keys]
     if paths[0] is None or not all(path is None or path.is_file() for path in paths):
         return None
-    about, generation = (path and json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    contents: list[dict[str, Any]] = [
+        {} if path is None else json.loads(path.read_text(encoding="utf-8")) for path in paths
+    ]
+    about, generation = contents
     if all(about.get(f"{name}_token") is not None for name in ("bos", "eos")):
         return None
     tokenizer = HuggingFaceBaseTokenizer.__new__(HuggingFaceBaseTokenizer)
     tokenizer.tokenizer = Tokenizer.from_file(str(config["tokenizer_json_path"]))
-    tokenizer.config, tokenizer.generation_config = about, generation
+    tokenizer.config, tokenizer.generation_config = about, generation or None
     for name in ("bos", "eos"):
         token = about.get(f"{name}_token")
         content = token["content"] if isinstance(token, dict) else token
         index = None if content is None else tokenizer.tokenizer.token_to_id(content)
         if index is None and name == "eos":
-            index = (generation or {}).get("eos_token_id")
+            index = generation.get("eos_token_id")
             index = index[0] if isinstance(index, list) else index
         setattr(tokenizer, f"{name}_id", index)
     tokenizer._infer_should_add_bos_eos()

@@ -1,0 +1,135 @@
+"""What every token scored, beside the ledger while the run goes on, until ``tokens.parquet`` is written.
+
+    <output_dir>/ledger/<key>/tokens-<r>.bin   records, one a scored token, as rank r scored them
+
+A record is 32 bytes, little endian: window_id, position (int64), nll, entropy (nats; float32), rank,
+top_token (int32). A batch is one write, made before the ledger has its windows: what the ledger has is here.
+"""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
+
+from ppl_eval.metrics.totals import WindowScores
+from ppl_eval.protocols.base import IntArray
+from ppl_eval.protocols.batches import Batch
+from ppl_eval.protocols.plan import Plan
+from ppl_eval.results.ledger import Records
+
+RECORD = np.dtype(
+    {
+        "names": ["window_id", "position", "nll", "entropy", "rank", "top_token"],
+        "formats": ["<i8", "<i8", "<f4", "<f4", "<i4", "<i4"],
+    }
+)
+_CHUNK = 1 << 20
+
+
+class TokenSpool:
+    """The tokens that one rank scores.
+
+    Args:
+        folder: the ledger's folder of the plan.
+        rank: this rank.
+        plan: the plan.
+    """
+
+    def __init__(self, folder: Path, rank: int, plan: Plan) -> None:
+        self.path, self._plan = folder / f"tokens-{rank}.bin", plan
+
+    def append(self, batch: Batch, scores: WindowScores) -> None:
+        """Write the tokens of a batch through to the operating system.
+
+        Raises:
+            ValueError: if they cannot be written.
+        """
+        records = records_of(batch, scores, self._plan)
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                # On the grid of whole records, behind what a run that died left.
+                file.truncate(file.tell() // RECORD.itemsize * RECORD.itemsize)
+                if file.write(records.tobytes()) < records.nbytes:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise ValueError(
+                f"the records of scored tokens cannot be written to {self.path}: {error.strerror}; make room,"
+                " or leave per_token out"
+            ) from error
+
+
+def records_of(batch: Batch, scores: WindowScores, plan: Plan) -> npt.NDArray[Any]:
+    """Return the records of a scored batch, in the order of its windows and their positions."""
+    if not len(batch.window_ids_B):
+        return np.zeros(0, dtype=RECORD)
+    assert scores.nll_BT is not None
+    first, last = int(batch.window_ids_B[0]), int(batch.window_ids_B[-1]) + 1
+    windows = plan.windows(first, last)
+    window_N, column_N = np.nonzero(batch.labels_BT.numpy() != CROSS_ENTROPY_IGNORE_IDX)
+    records = np.zeros(len(window_N), dtype=RECORD)
+    records["window_id"] = first + window_N
+    records["position"] = windows.start[window_N] + column_N + 1 - windows.prefix[window_N]
+    records["nll"] = scores.nll_BT[window_N, column_N]
+    records["rank"], records["top_token"], records["entropy"] = scores.details_N
+    return records
+
+
+class SpooledTokens:
+    """Finds the tokens of windows in the spools of this host.
+
+    Args:
+        folder: the ledger's folder of the plan.
+        rank: this rank, whose own spool is looked through first.
+        own: the windows that this rank answers for, ordered (``Ledger.own``).
+
+    Raises:
+        ValueError: if the tokens of one of them are not here.
+    """
+
+    def __init__(self, folder: Path, rank: int, own: Records) -> None:
+        self.window_W: IntArray = own["window_id"]
+        self.num_tokens_W: IntArray = own["num_tokens"]
+        self._files: list[npt.NDArray[Any]] = []
+        self._file_W = np.full(len(own), -1)
+        self._start_W = np.zeros(len(own), dtype=np.int64)
+        mine = folder / f"tokens-{rank}.bin"
+        for path in [mine, *sorted(set(folder.glob("tokens-*.bin")) - {mine})]:
+            missing_W = (self._file_W < 0) & (self.num_tokens_W > 0)
+            if not missing_W.any():
+                return
+            if path.is_file() and os.path.getsize(path) >= RECORD.itemsize:
+                self._look_through(path)
+        if ((self._file_W < 0) & (self.num_tokens_W > 0)).any():
+            raise ValueError(
+                f"per_token: {folder} has windows of an earlier run without their tokens; remove that folder"
+                " and run again"
+            )
+
+    def _look_through(self, path: Path) -> None:
+        records = np.memmap(path, dtype=RECORD, mode="r", shape=(os.path.getsize(path) // RECORD.itemsize,))
+        cuts = [np.zeros(1, dtype=np.int64)]
+        for begin in range(0, len(records) - 1, _CHUNK):
+            part = records[begin : begin + _CHUNK + 1]
+            # A window that was cut off and scored again by a later run begins anew.
+            new = np.diff(part["window_id"]) != 0
+            new |= np.diff(part["position"]) <= 0
+            cuts.append(begin + 1 + np.flatnonzero(new))
+        start_K = np.concatenate(cuts)
+        count_K = np.diff(start_K, append=len(records))
+        window_K = records["window_id"][start_K]
+        place_K = np.minimum(np.searchsorted(self.window_W, window_K), len(self.window_W) - 1)
+        whole_K = (self.window_W[place_K] == window_K) & (self.num_tokens_W[place_K] == count_K)
+        self._file_W[place_K[whole_K]] = len(self._files)
+        self._start_W[place_K[whole_K]] = start_K[whole_K]
+        self._files.append(records)
+
+    def read(self, index: int) -> npt.NDArray[Any]:
+        """Return the records of the window with this index among this rank's own."""
+        start, num_tokens = int(self._start_W[index]), int(self.num_tokens_W[index])
+        if not num_tokens:
+            return np.zeros(0, dtype=RECORD)
+        return np.asarray(self._files[self._file_W[index]][start : start + num_tokens])
