@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.lazy_state_dict import init_rotary_tables
+from ppl_eval.config import activity
 
 
 class Slice(NamedTuple):
@@ -77,8 +78,9 @@ class _HostGather:
         parts = output_tensor.chunk(group.size())
         assert parts[group.rank()].data_ptr() == input_tensor.data_ptr()
         sent = [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
-        for work in sent:
-            work.wait()
+        with activity.waiting():
+            for work in sent:
+                work.wait()
 
 
 def shard_model(
@@ -194,6 +196,7 @@ def load_parameters(
         slices: what tensor parallelism keeps of some of them (``tensor_parallel.split_model``).
     """
     for name, parameter in model.named_parameters():
+        activity.tick()
         kept = slices.get(name) if slices else None
         tensor = tensors[name]
         if kept is not None:

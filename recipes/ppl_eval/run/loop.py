@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
+from ppl_eval.config import activity
+from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import FloatSum, Totals, WindowScores, resolve_precision
@@ -12,7 +16,7 @@ from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
 from ppl_eval.protocols.sampler import batches_of
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
-from ppl_eval.scoring.nll import check_finite, score_batch
+from ppl_eval.scoring.nll import ScoringModel, check_finite, score_batch
 
 Keep = Callable[[Batch, WindowScores, Totals], None]
 
@@ -67,10 +71,11 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
         not (dims.forwards_are_shared or settings.compile),
         inputs.plan.batch_size * inputs.protocol.max_seq_len,
     )
-    score_one = partial(score_batch, state.model.scorer, device=state.device)
+    score_one = partial(_score_one, state.model.scorer, state.device)
     begin = time.monotonic()
     for batch, scores in concurrency.map_concurrently(score_one, windows, num_steps, num_concurrent):
         check_finite(batch, scores, state.world.where)
+        activity.finished(batch.window_ids_B.tolist())
         if not counted:
             continue  # A peer scored the same windows, and counts them.
         accumulator.add(batch, scores)
@@ -78,6 +83,18 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
             rounded_nll.add(scores.nll_sum_B)
         keep(batch, scores, accumulator.run.totals)
     return RankSums(accumulator, precision, rounded_nll, time.monotonic() - begin)
+
+
+def _score_one(scorer: ScoringModel, device: torch.device, batch: Batch) -> WindowScores:
+    try:
+        return score_batch(scorer, batch, device)
+    except Exception as error:
+        if len(batch.window_ids_B):
+            windows, documents = (
+                rank_ranges(sorted(set(ids.tolist()))) for ids in (batch.window_ids_B, batch.document_B)
+            )
+            error.add_note(f"while scoring window {windows} (document {documents})")
+        raise
 
 
 def reduce(state: RunState, sums: RankSums, add_over_ranks: AddOverRanks) -> Scored:

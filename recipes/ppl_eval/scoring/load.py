@@ -12,6 +12,7 @@ from torchtune.modules import TransformerDecoder
 from ppl_eval.checkpoints.lazy_state_dict import check_state_dict, load_into, note_conversions
 from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
+from ppl_eval.config import activity
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.models import attention, config_check, families
@@ -178,6 +179,9 @@ def load_model(
         model.load(state_dict)
     if settings.compile:
         training.compile_model(decoder)
+    else:  # A compiler would look at the count in every layer.
+        for layer in decoder.layers:
+            layer.register_forward_hook(lambda *_: activity.tick())
     return BuiltModel(model.scorer, num_parameters, report, notes + model.notes)
 
 
