@@ -30,12 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ppl_eval.config import activity
 from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.own_code import guard_working_directory
 from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
-from ppl_eval.distributed.process import Stop, connect, launch_notes
+from ppl_eval.distributed.outcome import Failure, Stop, record_cause
+from ppl_eval.distributed.process import connect, launch_notes
 from ppl_eval.distributed.rendezvous import World, environment_facts, meet
 
 # torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config must show
@@ -101,9 +103,12 @@ class DistributedPPLEvalRecipe:
         dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
         self._resources.enter_context(process_group.process_group(world, device, settings.backend))
         ranks_of_nodes = [node.ranks for node in world.nodes]
-        self._add_over_ranks = collectives.add_over_ranks(
-            ranks_of_nodes, world.rank, device, settings.aggregation.topology
-        )
+        with process_group.naming_network(world, process_group.choose_backend(device, settings.backend)):
+            self._add_over_ranks = collectives.add_over_ranks(
+                ranks_of_nodes, world.rank, device, settings.aggregation.topology
+            )
+            self._mesh = dims.build_mesh(device.type)
+            process_group.check_groups(self._add_over_ranks, self._mesh, world.rank)
         self._baseline = world.agree("output", self._prepare_output)
         decoder, source = world.agree(
             "inputs",
@@ -179,6 +184,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.run import loop
 
         state = self.state
+        activity.enter("scoring")
         expected = state.inputs.expected_tokens * (1 - state.num_done / state.inputs.plan.num_batches)
         progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
 
@@ -272,7 +278,7 @@ class DistributedPPLEvalRecipe:
             decoder,
             source.checkpoint,
             self.settings,
-            load.Placement(device, dtype, dims, dims.build_mesh(device.type)),
+            load.Placement(device, dtype, dims, self._mesh),
             batches=batches,
             share=process_group.divided_searches(self.world, device),
         )
@@ -315,6 +321,7 @@ def _long_lived_objects() -> Iterator[None]:
 
 def run(argv: Sequence[str]) -> int:
     """Run the recipe with these arguments; return the exit code."""
+    activity.begin()
     _quieten_libraries()
     keep_to_owner()
     problem: ValueError | None = None
@@ -351,11 +358,9 @@ def main() -> None:
         code = run(sys.argv[1:])
     except Stop as stop:
         code = stop.code
-    except Exception:
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            # torchrun shows what @record writes there; the interpreter would show it a second time.
-            sys.excepthook = lambda *_: None
-        raise
+    else:
+        if code:
+            record_cause(Failure("this result and the baseline do not agree; the reasons are above", code))
     sys.exit(code)
 
 

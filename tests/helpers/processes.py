@@ -183,6 +183,13 @@ class Script:
         self._process = _FORK_SERVER.Process(target=_script, args=(argv, {**os.environ, **env}, str(output)))
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
     def poll(self) -> int | None:
         """Return the exit code, or None while the script runs."""
         return self._process.exitcode

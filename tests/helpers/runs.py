@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,22 @@ def ranks(
         envs: further variables of every rank.
         timeout: seconds after which a rank that still runs fails the test.
     """
+    with running_ranks(argvs, scratch, envs) as running:
+        return finish(running, timeout)
+
+
+def finish(running: list[Script], timeout: float) -> Finished:
+    """Wait for ranks to end by themselves."""
+    deadline = time.monotonic() + timeout
+    codes = tuple(script.wait(max(0.0, deadline - time.monotonic())) for script in running)
+    return Finished(next(filter(None, codes), 0), running[0].output(), codes)
+
+
+@contextmanager
+def running_ranks(
+    argvs: list[list[str]], scratch: Path, envs: list[dict[str, str]] | None = None
+) -> Iterator[list[Script]]:
+    """Start one Python script a rank, as ``ranks`` does; those that still run at the end are killed."""
     with tempfile.NamedTemporaryFile(dir=scratch, suffix=".txt", delete=False) as file:
         output = Path(file.name)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -98,14 +115,12 @@ def ranks(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         **({"OMP_NUM_THREADS": "1"} if len(argvs) > 1 else {}),
     }
-    running = []
-    deadline = time.monotonic() + timeout
+    running: list[Script] = []
     try:
         for rank, (argv, env) in enumerate(zip(argvs, envs or [{}] * len(argvs), strict=True)):
             place = rank_variables(rank, len(argvs))
             running.append(Script(argv, {**shared, **place, **env}, output))
-        codes = tuple(script.wait(max(0.0, deadline - time.monotonic())) for script in running)
+        yield running
     finally:
         for script in running:
             script.kill()
-    return Finished(next(filter(None, codes), 0), output.read_text(encoding="utf-8"), codes)

@@ -9,6 +9,7 @@ from torchtune.modules import TiedLinear
 
 from ppl_eval.checkpoints.quantized_tensors import check_packed_for, is_quantized, move
 from ppl_eval.checkpoints.weights_hash import WeightsHash
+from ppl_eval.config import activity
 
 SHOWN_KEYS = 10
 EMBEDDING_KEY = "tok_embeddings.weight"
@@ -85,6 +86,7 @@ def load_into(
     notes += note_conversions(state_dict, names, dtype)
     loaded: dict[str, torch.Tensor] = {}
     for name in names:
+        activity.tick()
         tensor = state_dict[name]
         with weights.reading(name, tensor) if weights else nullcontext():
             if is_quantized(tensor) or not tensor.is_floating_point():

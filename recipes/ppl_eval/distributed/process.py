@@ -13,20 +13,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
+from ppl_eval.config import activity
+from ppl_eval.distributed.outcome import EXIT_FAILED, Failure, Stop
 
 # Key of the store under which the first failure stands.
 ABORT = "abort"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-
-
-class Stop(Exception):
-    """Ends this process without another word: the reason was already printed, here or by another rank."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"exit code {code}")
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -56,22 +48,53 @@ class Process:
         """This process, for messages."""
         return f"rank {self.rank} on {self.host}"
 
-    def announce_failure(self, message: str, store: dist.Store | None = None) -> bool:
+    def announce_failure(self, failure: Failure, store: dist.Store | None = None) -> bool:
         """Tell all ranks that the run has failed.
 
         Args:
-            message: why.
+            failure: why.
             store: the caller's own connection to the store.
 
         Returns:
             Whether this rank was the first to say so, and should print why: errors that follow from another
             rank's are noise.
         """
-        mine = json.dumps({"where": self.where, "host": self.host, "message": message})
+        mine = {"where": self.where, "host": self.host, "message": failure.message, "code": failure.code}
         try:
-            return json.loads((store or self.store).compare_set(ABORT, "", mine))["where"] == self.where
+            first = (store or self.store).compare_set(ABORT, "", json.dumps(mine))
+            return json.loads(first)["where"] == self.where
         except (dist.DistError, RuntimeError):
             return True  # The store is gone: no other rank may be left to report it.
+
+    def first_failure(self, store: dist.Store | None = None) -> "Announced | None":
+        """Return what the first rank that failed announced; None if none did."""
+        store = store or self.store
+        if not store.check([ABORT]):
+            return None
+        return Announced(**json.loads(store.get(ABORT)))
+
+
+@dataclass(frozen=True)
+class Announced:
+    """The failure that ends the run, as its rank announced it.
+
+    Attributes:
+        where: that rank.
+        host: its host.
+        message: why.
+        code: exit code of every process.
+    """
+
+    where: str
+    host: str
+    message: str
+    code: int
+
+    @property
+    def failure(self) -> Failure:
+        """What the other ranks say."""
+        known = self.where in self.message
+        return Failure(self.message if known else f"{self.where}: {self.message}", self.code)
 
 
 def wait_for(process: Process, key: str, what: str, give_up_after: float = float("inf")) -> bool:
@@ -85,7 +108,8 @@ def wait_for(process: Process, key: str, what: str, give_up_after: float = float
     while not process.store.check([key]):
         try:
             # In one go: the store's client complains in the log of every wait that runs out.
-            process.store.wait([key], process.timeout)
+            with activity.waiting():
+                process.store.wait([key], process.timeout)
         except dist.DistNetworkError:
             raise
         except (dist.DistStoreError, RuntimeError):

@@ -1,17 +1,27 @@
 """The process group of a run."""
 
+import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from ppl_eval.config import activity
+from ppl_eval.distributed.agreement import rank_ranges
+from ppl_eval.distributed.causes import first_line
+from ppl_eval.distributed.collectives import AddOverRanks, add_over_ranks
 from ppl_eval.distributed.rendezvous import World
 
 Number = TypeVar("Number", np.int64, np.float64)
+# A host that is there answers in less.
+_CONTACT = timedelta(seconds=30)
 
 
 def choose_backend(device: torch.device, backend: str | None) -> str:
@@ -20,23 +30,84 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
 
 
 @contextmanager
+def naming_network(world: World, backend: str) -> Iterator[None]:
+    """Turn the error of a first contact into one that names this process and its network interface.
+
+    Raises:
+        ValueError: in the place of a RuntimeError, the only one that the libraries raise.
+    """
+    activity.enter("first contact")
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    try:
+        yield
+    except RuntimeError as error:
+        chosen, there = os.environ.get(variable), ", ".join(name for _, name in socket.if_nameindex())
+        raise ValueError(
+            f"{world.where} could not exchange data with the other ranks over {backend}: {first_line(error)}."
+            f" {variable} is {chosen or 'not set'}; the interfaces of {world.host} are {there}. Set it, on"
+            f" every host, to the one through which the hosts reach each other"
+        ) from error
+
+
+def check_groups(add: AddOverRanks, mesh: DeviceMesh | None, rank: int) -> None:
+    """Add numbers up over the groups of a run, so that what is wrong with them shows before any work.
+
+    Args:
+        add: sums a vector over all ranks.
+        mesh: the mesh of the run, or None.
+        rank: this process.
+
+    Raises:
+        RuntimeError: if ranks cannot reach each other, or a sum is wrong.
+    """
+    _check_sum(list(range(dist.get_world_size())), rank, add)
+    if mesh is None:
+        return
+    for group in mesh.get_all_groups():
+
+        def add_on_axis(values: npt.NDArray[Any], group: dist.ProcessGroup = group) -> npt.NDArray[Any]:
+            numbers = torch.from_numpy(values).to(mesh.device_type)
+            dist.all_reduce(numbers, group=group)
+            return numbers.cpu().numpy()
+
+        _check_sum(dist.get_process_group_ranks(group), rank, add_on_axis)
+
+
+def _check_sum(ranks: list[int], rank: int, add: AddOverRanks) -> None:
+    # Above what 32 bits hold: the sum of the run is of such numbers.
+    found = add(np.array([1, rank + 2**40], dtype=np.int64)).tolist()
+    expected = [len(ranks), sum(ranks) + len(ranks) * 2**40]
+    if found != expected:
+        raise RuntimeError(f"int64 numbers of ranks {rank_ranges(ranks)} added up to {found}, not {expected}")
+
+
+@contextmanager
 def process_group(world: World, device: torch.device, backend: str | None) -> Iterator[None]:
-    """Form the default process group and destroy it on every way out.
+    """Form the default process group, see that it works, and destroy it on every way out.
 
     Args:
         world: the processes.
         device: this rank's device.
         backend: as configured, or None.
+
+    Raises:
+        ValueError: if the processes cannot reach each other.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        choose_backend(device, backend),
-        store=dist.PrefixStore("process_group", world.store),
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=world.timeout,
-    )
+    chosen = choose_backend(device, backend)
+    # The watch names who is missing; the library, which names nobody, must not be faster.
+    patience = 2 * world.timeout + timedelta(seconds=60)
+    with naming_network(world, chosen):
+        dist.init_process_group(
+            chosen,
+            store=dist.PrefixStore("process_group", world.store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=min(world.timeout, _CONTACT) if world.world_size > 1 else patience,
+        )
+        _check_sum(list(range(world.world_size)), world.rank, add_over_ranks([], world.rank, device, "flat"))
+    dist.distributed_c10d._set_pg_timeout(patience, dist.distributed_c10d._get_default_group())
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ cannot deadlock.
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ppl_eval.config import activity
 from ppl_eval.distributed.agreement import Node, find_problem, group_by_node
-from ppl_eval.distributed.process import AGENT_STORE, EXIT_BAD_INPUT, Process, Stop, wait_for
+from ppl_eval.distributed.outcome import EXIT_BAD_INPUT, Failure, Stop, print_error, record_cause
+from ppl_eval.distributed.process import AGENT_STORE, Process, wait_for
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class World(Process):
             Stop: if a rank failed or differs.
             ValueError: if this rank failed, and others did not report.
         """
+        activity.enter(phase)
         report, value = _attempt(self, work, facts)
         self.store.set(f"{phase}/report/{self.rank}", report)
         error = json.loads(report)["error"]
@@ -110,7 +112,8 @@ class World(Process):
         deadline = time.monotonic() + seconds
         while not (here := self.store.check(keys)) and time.monotonic() < deadline:
             # Not the store's own wait, which complains in the log when it runs out.
-            time.sleep(0.1)
+            with activity.waiting():
+                time.sleep(0.1)
         return here
 
     def _wait(self, keys: list[str], what: str) -> None:
@@ -138,7 +141,9 @@ def _attempt(
 def _give_verdict(process: Process, phase: str, reports: list[dict[str, Any] | None]) -> None:
     problem = find_problem(reports)
     if problem:
-        print(f"\nerror: {problem}", file=sys.stderr, flush=True)
+        # For ranks that are ended before they read the verdict.
+        if process.announce_failure(Failure(problem, EXIT_BAD_INPUT)):
+            print_error(problem)
     elif phase == _FIRST_PHASE:
         process.store.set(_NODES, json.dumps(group_by_node(reports)))
     # Only now may the others go on: the launcher ends rank 0 as soon as one of them does.
@@ -147,7 +152,13 @@ def _give_verdict(process: Process, phase: str, reports: list[dict[str, Any] | N
 
 def _obey_verdict(process: Process, phase: str) -> None:
     if process.store.get(f"{phase}/verdict") != b"go":
-        raise Stop(EXIT_BAD_INPUT)
+        announced = process.first_failure()
+        assert announced is not None
+        failure = Failure(announced.message, announced.code)
+        if process.local_rank == 0 and process.host != announced.host:
+            print_error(failure.message)
+        record_cause(failure)
+        raise Stop(failure.code)
 
 
 def _report_keys(process: Process, phase: str) -> list[str]:

@@ -19,6 +19,7 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.lazy_state_dict import init_rotary_tables
 from ppl_eval.checkpoints.weights_hash import WeightsHash
+from ppl_eval.config import activity
 
 
 class Slice(NamedTuple):
@@ -78,8 +79,9 @@ class _HostGather:
         parts = output_tensor.chunk(group.size())
         assert parts[group.rank()].data_ptr() == input_tensor.data_ptr()
         sent = [dist.broadcast(part, group=group, group_src=i, async_op=True) for i, part in enumerate(parts)]
-        for work in sent:
-            work.wait()
+        with activity.waiting():
+            for work in sent:
+                work.wait()
 
 
 def shard_model(
@@ -202,6 +204,7 @@ def load_parameters(
             too.
     """
     for name, parameter in model.named_parameters():
+        activity.tick()
         kept = slices.get(name) if slices else None
         whole = tensor = tensors[name]
         first, rows_are_split = 0, False

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
+from ppl_eval.config import activity
+from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import Totals, WindowScores
@@ -15,7 +18,7 @@ from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
 from ppl_eval.protocols.sampler import batches_of
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
-from ppl_eval.scoring.nll import check_finite, score_batch
+from ppl_eval.scoring.nll import ScoringModel, check_finite, score_batch
 
 Keep = Callable[[Batch, WindowScores, Records, Totals], None]
 
@@ -67,16 +70,29 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
         not (dims.forwards_are_shared or settings.compile),
         inputs.plan.batch_size * inputs.protocol.max_seq_len,
     )
-    score_one = partial(score_batch, state.model.scorer, device=state.device)
+    score_one = partial(_score_one, state.model.scorer, state.device)
     begin = time.monotonic()
     for batch, scores in concurrency.map_concurrently(score_one, windows, num_steps, num_concurrent):
         check_finite(batch, scores, state.world.where)
+        activity.finished(batch.window_ids_B.tolist())
         if not counted:
             continue  # A peer scored the same windows, and counts them.
         records = records_of(batch, scores, num_buckets, accumulator.bucket_width)
         accumulator.add(records)
         keep(batch, scores, records, accumulator.run.totals)
     return RankSums(accumulator, time.monotonic() - begin)
+
+
+def _score_one(scorer: ScoringModel, device: torch.device, batch: Batch) -> WindowScores:
+    try:
+        return score_batch(scorer, batch, device)
+    except Exception as error:
+        if len(batch.window_ids_B):
+            windows, documents = (
+                rank_ranges(sorted(set(ids.tolist()))) for ids in (batch.window_ids_B, batch.document_B)
+            )
+            error.add_note(f"while scoring window {windows} (document {documents})")
+        raise
 
 
 def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: AddOverRanks) -> Scored:

@@ -13,6 +13,7 @@ from ppl_eval.checkpoints.lazy_state_dict import check_state_dict, load_into, no
 from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.weights_hash import WeightsHash
+from ppl_eval.config import activity
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.data.token_data import TokenData
@@ -222,6 +223,9 @@ def load_model(
     weights.close()
     if settings.compile:
         training.compile_model(decoder)
+    else:  # A compiler would look at the count in every layer.
+        for layer in decoder.layers:
+            layer.register_forward_hook(lambda *_: activity.tick())
     return BuiltModel(model.scorer, num_parameters, weights, report, notes + model.notes)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.modules import TransformerDecoder
 
+from ppl_eval.config import activity
 from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.parallel import context_parallel, tensor_parallel
 from ppl_eval.parallel import fsdp as sharding
@@ -200,6 +201,7 @@ class ScoringModel(nn.Module):
         outputs = tuple(torch.empty(len(targets_N), dtype=kind, device=hidden_ND.device) for kind in kinds)
         with sharding.whole_head(self.decoder):
             for first in range(0, len(targets_N), self.rows_per_chunk):
+                activity.tick()
                 chunk = slice(first, first + self.rows_per_chunk)
                 logits_NV = self.decoder.output(hidden_ND[chunk]).float()
                 if softcap is not None:

@@ -1,0 +1,73 @@
+"""What this process is doing, kept by those who work and read by those who watch that the work goes on.
+
+One process, one record: passing an object through every loader and loop would put it into every signature.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Activity:
+    """The record.
+
+    Attributes:
+        phase: name of the step.
+        ticks: pieces of work done: tensors loaded, layers computed, batches scored. Threads may lose a count
+            to each other; that it moves is all that is asked of it.
+        waits: above 0 while this process only waits for another.
+        window: last finished window; None before the first.
+    """
+
+    phase: str = "start"
+    ticks: int = 0
+    waits: int = 0
+    window: int | None = None
+
+    def describe(self) -> str:
+        """Return phase and window as text for messages."""
+        return describe(self.phase, self.window)
+
+
+now = Activity()
+
+
+def tick() -> None:
+    """Count a piece of work."""
+    now.ticks += 1
+
+
+def begin() -> None:
+    """Forget what an earlier run in this process did."""
+    now.phase, now.waits, now.window = "start", 0, None
+    tick()
+
+
+def enter(phase: str) -> None:
+    """Begin a step."""
+    now.phase = phase
+    tick()
+
+
+def finished(windows: Sequence[int]) -> None:
+    """Note the windows of a scored batch; a batch that only keeps others company has none."""
+    if len(windows):
+        now.window = int(windows[-1])
+    tick()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Mark what is inside as waiting for another process."""
+    now.waits += 1
+    try:
+        yield
+    finally:
+        now.waits -= 1
+        tick()
+
+
+def describe(phase: str, window: int | None) -> str:
+    """Return a phase and the last finished window as text for messages."""
+    return f"phase {phase!r}, {'no window finished' if window is None else f'last finished window {window}'}"
