@@ -1,5 +1,5 @@
 """Run the recipe and hold every rank in the middle: after HOLD_AFTER batches it touches <HELD>.<rank> and
-waits until the file GO is there."""
+waits until the file GO is there; rank STUCK then reads from a pipe that nobody writes to."""
 
 import os
 import time
@@ -20,6 +20,8 @@ def append_and_hold(self, records):
         Path(f"{os.environ['HELD']}.{os.environ.get('RANK', '0')}").touch()
         while not Path(os.environ["GO"]).exists():
             time.sleep(0.05)
+        if os.environ.get("STUCK") == os.environ.get("RANK", "0"):
+            os.read(os.pipe()[0], 1)
 
 
 Ledger.append = append_and_hold

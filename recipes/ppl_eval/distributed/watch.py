@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -66,6 +67,11 @@ class Watch:
 
     def observe(self, world: World) -> None:
         """Watch the heartbeats of these ranks from now on."""
+        if self._talker is not None:
+            heartbeats = Heartbeats(self._store, world.nodes, world.rank)
+            # From here on the others can say who is gone and what it was doing.
+            heartbeats.beat(self._about())
+            self._heartbeats = heartbeats
         self._world = world
 
     def leave(self) -> None:
@@ -183,23 +189,12 @@ class Watch:
         return process.first_failure(store)
 
     def _find_lost(self) -> tuple[Failure | None, list[int]]:
-        world = self._world
-        if world is None or time.monotonic() - self._beaten < BEAT_SECONDS:
+        if self._heartbeats is None or time.monotonic() - self._beaten < BEAT_SECONDS:
             return None, []
         self._beaten = time.monotonic()
-        if self._heartbeats is None:
-            self._heartbeats = Heartbeats(self._store, world.nodes, world.rank)
         if self._suspicious.is_set():
             self._heartbeats.watch_all_hosts()
-        record = activity.now
-        self._heartbeats.beat(
-            {
-                "phase": record.phase,
-                "ticks": record.ticks,
-                "window": record.window,
-                "process": self._identity,
-            }
-        )
+        self._heartbeats.beat(self._about())
         gone = self._find_gone()
         if gone is not None:
             return gone, []
@@ -207,6 +202,10 @@ class Watch:
         if lost is None:
             return None, []
         return Failure(f"{lost.message}; {self._limit}"), lost.ranks
+
+    def _about(self) -> dict[str, Any]:
+        now = activity.now
+        return {"phase": now.phase, "ticks": now.ticks, "window": now.window, "process": self._identity}
 
     def _find_gone(self, fresh: bool = False) -> Failure | None:
         """Return which process of this node ended without a word; seen twice, since beats may be old."""

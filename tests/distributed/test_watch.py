@@ -1,0 +1,125 @@
+"""Ranks that stop, get stuck or are killed in the middle of a run: named within timeout_seconds and 15 s."""
+
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from helpers.runs import finish, running_ranks
+from helpers.tiny import write_config
+from helpers.two_hosts import wait_for
+
+HELD_RUN = str(Path(__file__).parents[1] / "helpers" / "held_run.py")
+HERE = socket.gethostname()
+TIMEOUT_SECONDS = 6
+GRACE_SECONDS = 15
+SHARDED = "data_parallel_shard_dim=-1"
+
+
+@pytest.fixture
+def config(tiny, tmp_path, private_home):
+    return write_config(tmp_path / "config.yaml", tiny.folder, tiny.text, max_windows=13)
+
+
+@pytest.fixture
+def held(config, tmp_path):
+    """Start ranks, and go on when each has scored two batches and waits for the file ``go``."""
+
+    def start(num_ranks, *overrides, stuck=None):
+        env = {"HOLD_AFTER": "2", "HELD": str(tmp_path / "held"), "GO": str(tmp_path / "go")}
+        if stuck is not None:
+            env["STUCK"] = str(stuck)
+        argv = [HELD_RUN, "--config", str(config), f"timeout_seconds={TIMEOUT_SECONDS}", *overrides]
+        return running_ranks([argv] * num_ranks, tmp_path, [env] * num_ranks)
+
+    return start
+
+
+def all_held(running, tmp_path):
+    wait_for([tmp_path / f"held.{rank}" for rank in range(len(running))], running)
+
+
+def the_error(finished):
+    """The only error that was printed, and the last line."""
+    (error,) = re.findall(r"^error: (.*)$", finished.output, re.MULTILINE)
+    assert finished.output.rstrip().endswith(error), finished.output
+    return error
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stopped", "overrides"),
+    [
+        (2, 1, []),
+        pytest.param(2, 0, [], marks=pytest.mark.slow),
+        pytest.param(3, 2, [], marks=pytest.mark.slow),
+        pytest.param(2, 1, [SHARDED], marks=pytest.mark.slow),
+        pytest.param(2, 0, [SHARDED], marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_rank_is_named(held, tmp_path, num_ranks, stopped, overrides):
+    with held(num_ranks, *overrides) as running:
+        all_held(running, tmp_path)
+        os.kill(running[stopped].pid, signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        finished = finish(running, TIMEOUT_SECONDS + GRACE_SECONDS)
+    assert all(finished.codes)
+    error = the_error(finished)
+    assert re.match(
+        rf"rank {stopped} on {HERE} does not answer: no sign of life for \d+ s"
+        r" \(phase 'scoring', last finished window \d+\); timeout_seconds is 6",
+        error,
+    ), error
+
+
+@pytest.mark.parametrize(
+    ("stuck", "overrides"),
+    [(1, []), pytest.param(0, [SHARDED], marks=pytest.mark.slow)],
+)
+def test_a_rank_that_is_stuck_in_a_read_is_named(held, tmp_path, stuck, overrides):
+    with held(2, *overrides, stuck=stuck) as running:
+        all_held(running, tmp_path)
+        (tmp_path / "go").touch()
+        finished = finish(running, TIMEOUT_SECONDS + GRACE_SECONDS)
+    assert all(finished.codes)
+    error = the_error(finished)
+    assert re.match(
+        rf"rank {stuck} on {HERE} makes no progress: nothing was done for \d+ s"
+        r" \(phase 'scoring', last finished window \d+\), at .*held_run.py:\d+ in append_and_hold",
+        error,
+    ), error
+
+
+@pytest.mark.parametrize(
+    ("killed", "overrides"), [(1, []), pytest.param(0, [SHARDED], marks=pytest.mark.slow)]
+)
+def test_a_killed_rank_is_named(held, tmp_path, killed, overrides):
+    with held(2, "timeout_seconds=3600", *overrides) as running:
+        all_held(running, tmp_path)
+        os.kill(running[killed].pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        finished = finish(running, 30)
+    assert all(finished.codes)
+    error = the_error(finished)
+    assert error.startswith(f"rank {killed} on {HERE} is gone without a word (phase 'scoring', last"), error
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGHUP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_the_run_with_its_code(held, tmp_path, number, ranks):
+    with held(ranks) as running:
+        wait_for([tmp_path / f"held.{rank}" for rank in range(ranks)], running)
+        os.kill(running[-1].pid, number)
+        finished = finish(running, 15)
+    assert finished.codes == (128 + number,) * ranks, finished.output
+    error = the_error(finished)
+    assert f"rank {ranks - 1} on {HERE} was stopped by {number.name} (phase 'scoring', last" in error
+    assert "finished windows are recorded; the same command" in error
