@@ -239,6 +239,8 @@ class Watch:
             if self._talker is not None and silence > self._patience:
                 silent = f"no answer for {silence:.0f} s ({self._limit})"
                 message = f"{self._store_host()} cannot be reached: {silent}"
+                if self._several_nodes and "TORCHELASTIC_RUN_ID" in os.environ:
+                    neighbours.hang_up(self._launcher)
                 self._exit(Failure(message), say=self._process.local_rank == 0, grace=GRACE_SECONDS)
 
     def _look_at_itself(self) -> None:
