@@ -90,7 +90,7 @@ def ranks(
         envs: further variables of every rank.
         timeout: seconds after which a rank that still runs fails the test.
     """
-    with running_ranks(argvs, scratch, envs) as running:
+    with running_ranks(argvs, scratch, envs) as (running, _):
         return finish(running, timeout)
 
 
@@ -104,8 +104,12 @@ def finish(running: list[Script], timeout: float) -> Finished:
 @contextmanager
 def running_ranks(
     argvs: list[list[str]], scratch: Path, envs: list[dict[str, str]] | None = None
-) -> Iterator[list[Script]]:
-    """Start one Python script a rank, as ``ranks`` does; those that still run at the end are killed."""
+) -> Iterator[tuple[list[Script], dist.TCPStore]]:
+    """Start one Python script a rank, as ``ranks`` does; those that still run at the end are killed.
+
+    Yields:
+        The ranks, and the store that they share.
+    """
     with tempfile.NamedTemporaryFile(dir=scratch, suffix=".txt", delete=False) as file:
         output = Path(file.name)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -120,7 +124,7 @@ def running_ranks(
         for rank, (argv, env) in enumerate(zip(argvs, envs or [{}] * len(argvs), strict=True)):
             place = rank_variables(rank, len(argvs))
             running.append(Script(argv, {**shared, **place, **env}, output))
-        yield running
+        yield running, store
     finally:
         for script in running:
             script.kill()

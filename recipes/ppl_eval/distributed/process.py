@@ -116,7 +116,7 @@ def wait_for(process: Process, key: str, what: str, give_up_after: float = float
             now = time.monotonic()
             if now - began >= give_up_after:
                 return False
-            if now - said >= patience:
+            if now - said >= patience and not process.store.check([ABORT]):
                 said = now
                 print(
                     f"{process.where}: still waiting for {what}, {now - began:.0f} s so far",

@@ -154,10 +154,8 @@ class Watch:
                 continue
             if announced.where == self._process.where:
                 return  # The work itself failed and is on its way out.
-            # The launcher of this node should find the rank that failed before those that only follow.
-            same_host = announced.host == self._process.host
-            say = not same_host and self._process.local_rank == 0
-            self._exit(announced.failure, say=say, grace=0.0 if say or self._own else GRACE_SECONDS)
+            say = announced.host != self._process.host and self._process.local_rank == 0
+            self._exit(announced.failure, say=say)
             return
         if self._heartbeats is not None:
             # If the store ended first, everybody is done.
@@ -241,6 +239,8 @@ class Watch:
             if self._talker is not None and silence > self._patience:
                 silent = f"no answer for {silence:.0f} s ({self._limit})"
                 message = f"{self._store_host()} cannot be reached: {silent}"
+                if self._several_nodes and "TORCHELASTIC_RUN_ID" in os.environ:
+                    neighbours.hang_up(self._launcher)
                 self._exit(Failure(message), say=self._process.local_rank == 0, grace=GRACE_SECONDS)
 
     def _look_at_itself(self) -> None:
