@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers.texts import ALPACA
-from helpers.tiny_tokenizers import llama3_tokenizer
+from helpers.tiny_tokenizers import hf_encoder, llama3_tokenizer
 from helpers.token_files import IDS, write_bin, write_megatron
 from ppl_eval.config.components import instantiate
 from ppl_eval.data.sources import EncodeRequest
@@ -35,6 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     datasets.Dataset.from_list(rows).save_to_disk(str(folder / "saved"))
     write_bin(folder / "val.bin", np.where(IDS == 1, 128001, IDS), "uint32")
     write_megatron(folder / "megatron_text_document.bin", IDS, [4, 7, 2], [0, 1, 2, 3])
+    (folder / "chats").mkdir()
+    (folder / "chats" / "a.jsonl").write_text(json.dumps({"prompt": "the", "completion": "first"}))
     (folder / "alpaca_val.json").write_text(json.dumps(ALPACA))
     return folder
 
@@ -65,7 +67,12 @@ def test_snippet(
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     config = OmegaConf.create(snippet.replace("uint16 #", "uint32 #"))
     source = instantiate("dataset", config.dataset)
-    join = None if "sft" in snippet else "\n\n"
+    if "data.chat" in snippet:
+        encoder = hf_encoder(tmp_path)
+        template = "{% for message in messages %}<s>{{ message.role }}\n{{ message.content }}{% endfor %}"
+        template += "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+        (tmp_path / "chat_template.jinja").write_text(template)
+    join = None if "sft" in snippet or "data.chat" in snippet else "\n\n"
     data = open_tokens(prepare_tokens(source, EncodeRequest(encoder, join), tmp_path / "cache"))
     assert data.num_tokens > 4
     if "config_name" in snippet:
