@@ -158,7 +158,8 @@ def _peft_pairs(
             " it first"
         )
     _refuse_rest(rest)
-    converter, layout = family_of_model_type(model_type).converter, head_layout(hf_config)
+    family = family_of_model_type(model_type)
+    converter, layout = family.converter, head_layout(hf_config, family.architecture.defaults)
     pairs = {}
     for name in names:
         a, b = (_read(stored, f"{name}.{end}.weight") for end in ("lora_A", "lora_B"))

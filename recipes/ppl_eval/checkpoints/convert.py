@@ -109,4 +109,4 @@ def _converter_of(form: str, model_type: str, hf_config: dict[str, Any] | None) 
     if form == "meta":
         # Of a tied model Meta's file repeats the embedding; the comparison with the model sees to that.
         return convert_weights.meta_to_tune
-    return partial(family.converter, layout=head_layout(hf_config))
+    return partial(family.converter, layout=head_layout(hf_config, family.architecture.defaults))
