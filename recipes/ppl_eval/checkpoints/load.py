@@ -91,7 +91,7 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
             raise ValueError(
                 f"checkpointer.checkpoint_files names {len(paths)} GGUF files: a model is one of them"
             )
-        state_dict, hf_config = read_gguf(paths[0], model_type=model_type, notes=notes)
+        state_dict, hf_config = read_gguf(paths[0], model_type=model_type, beside=hf_config, notes=notes)
     else:
         stored = index_files(paths, form=form, allow_unsafe_pickle=unsafe, notes=notes)
         state_dict = convert(stored, form=form, model_type=model_type, hf_config=hf_config)

@@ -11,11 +11,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 HFConfig = Mapping[str, Any]
+# Of configs that were made from another file: its name, and the keys that it says nothing about.
+SOURCE, UNSTATED = "_source", "_unstated"
 # Keys for which transformers' config classes refuse null: any value read for it would be a guess.
 _NEVER_NULL = (
     *("rope_theta", "partial_rotary_factor", "hidden_act", "rms_norm_eps"),
     *("tie_word_embeddings", "attention_bias", "mlp_bias"),
 )
+
+
+def source(config: HFConfig) -> str:
+    """Return the name of the file that the hyperparameters come from."""
+    return str(config.get(SOURCE, "config.json"))
 
 
 def required(config: HFConfig, key: str) -> Any:
@@ -26,7 +33,7 @@ def required(config: HFConfig, key: str) -> Any:
     """
     value = config.get(key)
     if value is None:
-        raise ValueError(f"config.json has no {key!r}; is it the file that belongs to the checkpoint?")
+        raise ValueError(f"{source(config)} has no {key!r}; is it the file that belongs to the checkpoint?")
     return value
 
 
