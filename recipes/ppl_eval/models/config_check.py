@@ -112,7 +112,7 @@ def check_config(
     return differences
 
 
-def completed(config: dict[str, Any], beside: HFConfig, notes: list[str]) -> dict[str, Any]:
+def completed(config: HFConfig, beside: HFConfig, notes: list[str]) -> HFConfig:
     """Return a config made from another file, completed by the config.json beside that file.
 
     Args:
@@ -133,8 +133,8 @@ def completed(config: dict[str, Any], beside: HFConfig, notes: list[str]) -> dic
         facts, others = architecture.facts(config), architecture.facts(beside)
         unstated = config.get(hf_config.UNSTATED, ())
         found = [(key, facts[key], others[key]) for key in facts if key not in unstated]
-        config |= {key: beside[key] for key in unstated if key in beside}
-        config[hf_config.UNSTATED] = [key for key in unstated if key not in beside]
+        added = {key: beside[key] for key in unstated if key in beside}
+        config = {**config, **added, hf_config.UNSTATED: [key for key in unstated if key not in added]}
     lines = [
         f"  - {key}: {source} says {_brief(own)}, config.json says {_brief(other)}"
         for key, own, other in found
