@@ -146,8 +146,10 @@ def test_what_cannot_be_merged_is_refused(trained, weights, tmp_path):
     for change in (
         {"modules_to_save": ["lm_head"]},
         {"bias": "all"},
-        {"alpha_pattern": {"q": 2}},
         {"peft_type": "LOHA"},
+        *({key: True} for key in ("fan_in_fan_out", "lora_bias", "use_qalora", "a_key_of_tomorrow")),
+        *({key: [1]} for key in ("target_parameters", "trainable_token_indices", "layer_replication")),
+        *({key: {"a": 1}} for key in ("megatron_config", "arrow_config", "kasa_config")),
     ):
         path.write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=f"asks for .*{next(iter(change))}"):
@@ -206,3 +208,84 @@ def test_peft_rows_follow_the_familys_own_conversion(tmp_path, model_type):
     assert set(opened.state_dict) == set(expected.state_dict)
     for name in expected.state_dict:
         torch.testing.assert_close(opened.state_dict[name], expected.state_dict[name])
+
+
+@pytest.mark.parametrize("initial", ["pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga", "new"])
+def test_an_adapter_of_a_changed_base_is_refused(trained, initial):
+    base, epoch = trained
+    path = epoch / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"init_lora_weights": initial}))
+    with pytest.raises(ValueError, match=f"init_lora_weights '{initial}', which changes the base"):
+        load_state_dict(base | {"adapter_checkpoint": str(epoch)})
+
+
+def test_what_peft_writes_by_default_is_harmless(trained, weights):
+    """The keys of PEFT 0.21 with the values that LoraConfig() gives them."""
+    base, epoch = trained
+    path = epoch / "adapter_config.json"
+    empty = ("alora_invocation_tokens", "arrow_config", "auto_mapping", "bias", "corda_config", "eva_config")
+    empty += ("exclude_modules", "kasa_config", "layer_replication", "layers_pattern", "layers_to_transform")
+    empty += ("lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config", "revision")
+    empty += ("target_parameters", "trainable_token_indices", "use_bdlora", "velora_config")
+    written = dict.fromkeys(empty) | {"bias": "none", "alpha_pattern": {}, "rank_pattern": {}}
+    written |= {"inference_mode": True, "init_lora_weights": True, "lora_dropout": 0.05, "loftq_config": {}}
+    written |= dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_rslora"), False)
+    written |= {"megatron_core": "megatron.core", "qalora_group_size": 16, "task_type": "CAUSAL_LM"}
+    written |= {
+        "ensure_weight_tying": False,
+        "peft_version": "0.21.2",
+        "base_model_name_or_path": "somewhere",
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | written))
+    opened = load_state_dict(base | {"adapter_checkpoint": str(epoch)})
+    assert_equal_weights(opened, merge(weights, factors(weights)))
+
+
+def peft_folder(folder, base, ranks, **config):
+    """Writes an adapter in PEFT's form; returns the weights merged by PEFT's formula, in HF names."""
+    hf = {k: v.float() for k, v in base.items()}
+    generator, adapter = torch.Generator().manual_seed(4), {}
+    for name, (rank, scale) in ranks.items():
+        rows, columns = hf[f"{name}.weight"].shape
+        a, b = torch.randn(rank, columns, generator=generator), torch.randn(rows, rank, generator=generator)
+        adapter |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+        hf[f"{name}.weight"] = hf[f"{name}.weight"] + scale * b @ a
+    folder.mkdir()
+    save_file(adapter, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"} | config))
+    return hf
+
+
+def test_ranks_and_alphas_of_single_modules_follow_pefts_patterns(tmp_path):
+    weights = tiny.random_weights(tiny.tied, torch.float32)
+    q, k, down = (
+        f"model.layers.{part}" for part in ("0.self_attn.q_proj", "1.self_attn.q_proj", "0.mlp.down_proj")
+    )
+    # The first pattern that matches the end of a name wins; the others have r and lora_alpha. rsLoRA: roots.
+    config = {"r": 4, "lora_alpha": 8, "use_rslora": True}
+    config |= {"rank_pattern": {"layers.1.self_attn.q_proj": 9, "down_proj": 16}}
+    config |= {"alpha_pattern": {r".*\.0\.self_attn\.q_proj": 6, "q_proj": 12}}
+    ranks = {q: (4, 6 / 2), k: (9, 12 / 3), down: (16, 8 / 4)}
+    merged = peft_folder(tmp_path / "adapter", tiny.to_hf(weights), ranks, **config)
+    base = tiny.write_hf(tmp_path / "base", weights)
+    opened = load_state_dict(base | {"adapter_checkpoint": str(tmp_path / "adapter")})
+    (tmp_path / "merged").mkdir()
+    save_file({k: v.contiguous() for k, v in merged.items()}, tmp_path / "merged" / "model.safetensors")
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "merged")
+    expected = load_state_dict(base | {"checkpoint_dir": str(tmp_path / "merged")})
+    for name in expected.state_dict:
+        torch.testing.assert_close(opened.state_dict[name], expected.state_dict[name])
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(config | {"rank_pattern": {}}))
+    with pytest.raises(ValueError, match=r"rank 4, its factors have rank (9|16)"):
+        load_state_dict(base | {"adapter_checkpoint": str(tmp_path / "adapter")})
+
+
+def test_an_update_of_a_tied_head_is_refused_with_a_hint(tmp_path):
+    weights = tiny.random_weights(tiny.tied, torch.float32)
+    hf = tiny.to_hf(weights)
+    head = {"lm_head.weight": hf["model.embed_tokens.weight"]}
+    peft_folder(tmp_path / "adapter", hf | head, {"lm_head": (4, 2.0)}, lora_alpha=8)
+    base = tiny.write_hf(tmp_path / "base", weights)
+    with pytest.raises(ValueError, match=r"output\.weight(.|\n)*the checkpoint's head is its embedding"):
+        load_state_dict(base | {"adapter_checkpoint": str(tmp_path / "adapter")})

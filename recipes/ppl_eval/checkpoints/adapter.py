@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torchtune.modules.peft import get_merged_lora_ckpt
 
+from ppl_eval.checkpoints.adapter_config import Scaling, read_scaling
 from ppl_eval.checkpoints.folder import ADAPTER_FILES
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict, name_some
 from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
-from ppl_eval.config.files import read_json_object
 from ppl_eval.models.converters import head_layout
 from ppl_eval.models.families import family_of_model_type
+from ppl_eval.models.hf_config import HFConfig
 
 PEFT_PREFIX = "base_model.model."
 PROBED_LAYERS = 8
@@ -30,11 +31,15 @@ MERGED_TOLERANCE = 0.25
 
 
 class Pair(NamedTuple):
-    """The two factors of one layer's update, in torchtune's row order; ``magnitude`` for DoRA."""
+    """The two factors of one layer's update, in torchtune's row order; ``magnitude`` for DoRA.
+
+    ``module`` is the layer's name in the adapter's own form.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
     magnitude: torch.Tensor | None
+    module: str
 
 
 def find_adapter(named: str, bases: list[Path]) -> Path:
@@ -62,7 +67,7 @@ def merge_adapter(
     path: Path,
     *,
     model_type: str,
-    hf_config: dict[str, Any] | None,
+    hf_config: HFConfig | None,
     alpha: float | None,
     allow_unsafe_pickle: bool,
     notes: list[str],
@@ -86,11 +91,18 @@ def merge_adapter(
         stored = read_safetensors(path)
     else:
         stored = index_torch_file(path, allow_unsafe_pickle=allow_unsafe_pickle, notes=notes)
-    config = _read_config(path.parent / "adapter_config.json")
+    scaling = read_scaling(path.parent / "adapter_config.json")
     is_peft = any(name.startswith(PEFT_PREFIX) for name in stored)
     pairs = _peft_pairs(stored, model_type, hf_config) if is_peft else _tune_pairs(stored)
     _check_fit(weights, pairs, path)
-    scaled = {name: _rank_and_alpha(config, pair, alpha) for name, pair in pairs.items()}
+    if scaling.dora and any(pair.magnitude is None for pair in pairs.values()):
+        raise ValueError(f"adapter_config.json says use_dora, but {path} lacks the magnitudes of some layers")
+    if not is_peft and (scaling.alphas or scaling.ranks):
+        raise ValueError(
+            "adapter_config.json has alpha_pattern or rank_pattern, which name Hugging Face's modules, and"
+            f" {path} has torchtune's names: use PEFT's adapter_model.safetensors"
+        )
+    scaled = {name: _rank_and_alpha(scaling, pair, alpha) for name, pair in pairs.items()}
     _refuse_second_merge(weights, pairs, scaled, path)
     for name, pair in pairs.items():
         weights.add(
@@ -105,31 +117,6 @@ def merge_adapter(
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Read PEFT's adapter_config.json (torchtune writes one too); {} where there is none.
-
-    Raises:
-        ValueError: if the adapter needs something that is not done here.
-    """
-    if not path.is_file():
-        return {}
-    config = read_json_object(path)
-    unsupported = {
-        key: config[key]
-        for key in ("alpha_pattern", "rank_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
-        if config.get(key)
-    }
-    if config.get("bias", "none") != "none":
-        unsupported["bias"] = config["bias"]
-    if config.get("peft_type", "LORA") != "LORA":
-        unsupported["peft_type"] = config["peft_type"]
-    if unsupported:
-        raise ValueError(
-            f"{path} asks for {unsupported}, which is not supported: merge the adapter with PEFT first"
-        )
-    return config
-
-
 def _tune_pairs(stored: Mapping[str, StoredTensor]) -> dict[str, Pair]:
     modules = {name.removesuffix(".lora_a.weight") for name in stored if name.endswith(".lora_a.weight")}
     known = {f"{m}.{end}" for m in modules for end in ("lora_a.weight", "lora_b.weight", "magnitude")}
@@ -138,12 +125,12 @@ def _tune_pairs(stored: Mapping[str, StoredTensor]) -> dict[str, Pair]:
     for module in sorted(modules):
         magnitude = stored.get(f"{module}.magnitude")
         a, b = (_read(stored, f"{module}.{end}.weight") for end in ("lora_a", "lora_b"))
-        pairs[f"{module}.weight"] = Pair(a, b, magnitude.read() if magnitude else None)
+        pairs[f"{module}.weight"] = Pair(a, b, magnitude.read() if magnitude else None, module)
     return pairs
 
 
 def _peft_pairs(
-    stored: Mapping[str, StoredTensor], model_type: str, hf_config: dict[str, Any] | None
+    stored: Mapping[str, StoredTensor], model_type: str, hf_config: HFConfig | None
 ) -> dict[str, Pair]:
     """Put PEFT's factors in torchtune's order: B has the rows of the weight, so the weight's converter does
     it.
@@ -158,14 +145,15 @@ def _peft_pairs(
             " it first"
         )
     _refuse_rest(rest)
-    converter, layout = family_of_model_type(model_type).converter, head_layout(hf_config)
+    family = family_of_model_type(model_type)
+    converter, layout = family.converter, head_layout(hf_config, family.architecture.defaults)
     pairs = {}
     for name in names:
         a, b = (_read(stored, f"{name}.{end}.weight") for end in ("lora_A", "lora_B"))
         # B has the rows of the whole weight, but only `rank` columns.
         of_b = replace(layout, columns=b.shape[1])
         for target, part in converter({f"{name.removeprefix(PEFT_PREFIX)}.weight": b}, of_b).items():
-            pairs[target] = Pair(a, part, None)
+            pairs[target] = Pair(a, part, None, name.removeprefix(PEFT_PREFIX))
     return pairs
 
 
@@ -192,14 +180,20 @@ def _check_fit(weights: LazyStateDict, pairs: Mapping[str, Pair], path: Path) ->
     ]
     if absent or wrong:
         lines = name_some("not in the model", absent) + name_some("wrongly shaped", wrong)
+        if "output.weight" in absent and "tok_embeddings.weight" in weights:
+            lines.append(
+                "  hint: the adapter updates lm_head, and the checkpoint's head is its embedding: PEFT"
+                " updates the head alone, so save the merged model with tie_word_embeddings=False and score that"
+            )
         raise ValueError(f"the adapter {path} does not fit the checkpoint:\n" + "\n".join(lines))
 
 
-def _rank_and_alpha(config: Mapping[str, Any], pair: Pair, alpha: float | None) -> tuple[float, float]:
+def _rank_and_alpha(scaling: Scaling, pair: Pair, alpha: float | None) -> tuple[float, float]:
     """Return (rank, alpha) such that the update is alpha / rank * B A; rsLoRA divides by the root of the
     rank.
     """
-    found = config.get("lora_alpha", alpha)
+    rank, found = scaling.of_module(pair.module, pair.a.shape[0])
+    found = alpha if found is None else found
     if found is None:
         raise ValueError(
             "the adapter has no adapter_config.json beside it, so its scale is unknown: set"
@@ -209,8 +203,7 @@ def _rank_and_alpha(config: Mapping[str, Any], pair: Pair, alpha: float | None) 
         raise ValueError(
             f"checkpointer.lora_alpha is {alpha}, adapter_config.json says {found}: remove the former"
         )
-    rank = pair.a.shape[0]
-    return (math.sqrt(rank) if config.get("use_rslora") else rank), float(found)
+    return rank, float(found)
 
 
 def _merged(read: Any, name: str, pair: Pair, rank: float, alpha: float) -> torch.Tensor:

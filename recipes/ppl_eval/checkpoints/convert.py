@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torchtune.models import convert_weights
@@ -19,6 +18,7 @@ from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
 from ppl_eval.models.converters import head_layout
 from ppl_eval.models.families import family_of_model_type
+from ppl_eval.models.hf_config import HFConfig
 
 # torchtune's checkpointer class -> form of the files
 FORMS = {
@@ -65,7 +65,7 @@ def index_files(paths: list[Path], *, form: str, allow_unsafe_pickle: bool, note
     return merged
 
 
-def convert(stored: Stored, *, form: str, model_type: str, hf_config: dict[str, Any] | None) -> LazyStateDict:
+def convert(stored: Stored, *, form: str, model_type: str, hf_config: HFConfig | None) -> LazyStateDict:
     """Put the stored tensors under torchtune's names, converted when they are read.
 
     A name that the converter does not know is kept as it is: the comparison with the model then reports it
@@ -124,11 +124,11 @@ def _converted(
     return converter({name: read()})[target]
 
 
-def _converter_of(form: str, model_type: str, hf_config: dict[str, Any] | None) -> Converter:
+def _converter_of(form: str, model_type: str, hf_config: HFConfig | None) -> Converter:
     family = family_of_model_type(model_type)
     if form == "torchtune":
         return dict
     if form == "meta":
         # Of a tied model Meta's file repeats the embedding; the comparison with the model sees to that.
         return convert_weights.meta_to_tune
-    return partial(family.converter, layout=head_layout(hf_config))
+    return partial(family.converter, layout=head_layout(hf_config, family.architecture.defaults))

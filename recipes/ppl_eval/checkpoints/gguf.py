@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ppl_eval.checkpoints.gguf_config import ARCHITECTURE, gguf_config
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
 from ppl_eval.checkpoints.safetensors import StoredTensor, check_readable, map_tensor
-from ppl_eval.models import families
+from ppl_eval.models import config_check, families
+from ppl_eval.models.hf_config import HFConfig
 
-ARCHITECTURE = "llama"
 WHOLE_NAMES = {
     "token_embd.weight": "tok_embeddings.weight",
     "output_norm.weight": "norm.scale",
@@ -40,14 +41,18 @@ PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 # Llama 3.1's frequency factors as a tensor; torchtune's builder computes the same ones from scale_factor.
 ROTARY_FACTORS = "rope_freqs.weight"
+LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def read_gguf(path: Path, *, model_type: str, notes: list[str]) -> tuple[LazyStateDict, dict[str, Any]]:
+def read_gguf(
+    path: Path, *, model_type: str, beside: HFConfig | None, notes: list[str]
+) -> tuple[LazyStateDict, dict[str, Any]]:
     """Read weights under torchtune's names, and hyperparameters under those of an HF config.json.
 
     Args:
         path: the file; a model split over several files is not read.
         model_type: torchtune's; must be one whose layout the architecture ``llama`` covers.
+        beside: config.json of the same folder, or None; it must not contradict the file.
         notes: what the person should know is appended here.
 
     Returns:
@@ -79,19 +84,49 @@ def read_gguf(path: Path, *, model_type: str, notes: list[str]) -> tuple[LazySta
     _check_kind(path, fields, model_type)
     lazy = LazyStateDict()
     kinds: dict[str, int] = {}
+    rope_factors = None
     for tensor in reader.tensors:
         kind = GGMLQuantizationType(tensor.tensor_type)
         kinds[kind.name] = kinds.get(kind.name, 0) + 1
-        if tensor.name == ROTARY_FACTORS:
-            notes.append(
-                f"{path.name}: rope_freqs.weight was not read; the builder's scale_factor must give the same"
-            )
-            continue
         stored = _stored(path, tensor, kind)
+        if tensor.name == ROTARY_FACTORS:
+            rope_factors = stored.read()
+            continue
+        if tensor.name in LONGROPE_FACTORS:
+            raise ValueError(
+                f"{path} scales RoPE by {tensor.name} (LongRoPE), which no llama builder of torchtune 0.6.1"
+                " computes: score the model with transformers or llama.cpp"
+            )
         lazy.add(_tune_name(tensor.name), stored.meta, stored.read)
     counts = ", ".join(f"{num} {kind}" for kind, num in sorted(kinds.items()))
     notes.append(f"{path.name}: {len(lazy)} tensors dequantised from GGUF ({counts})")
-    return lazy, _hf_config(fields, lazy)
+    embedding = lazy.meta.get("tok_embeddings.weight")
+    config = gguf_config(
+        path,
+        fields,
+        model_type=_hf_model_type(model_type, beside),
+        vocab_size=None if embedding is None else embedding.shape[0],
+        rope_factors=rope_factors,
+    )
+    config["tie_word_embeddings"] = "output.weight" not in lazy
+    if beside:
+        config = dict(config_check.completed(config, beside, notes))
+    elif config["model_type"] == "mistral" and config["sliding_window"] is None:
+        notes.append(
+            f"{path.name}: llama.cpp's files of Mistral name no sliding window, so attention is full: the"
+            " same as transformers for every Mistral but 7B v0.1, and for that up to 4096 tokens; its"
+            " config.json beside the file adds the window"
+        )
+    return lazy, config
+
+
+def _hf_model_type(model_type: str, beside: HFConfig | None) -> str:
+    """Return what config.json calls the model: llama.cpp has one architecture for Llama and Mistral."""
+    if beside and "model_type" in beside:
+        architecture = families.architecture_of(beside)
+        if architecture.gguf == ARCHITECTURE:
+            return architecture.model_type
+    return families.family_of_model_type(model_type).architecture.model_type
 
 
 def _expected_size(path: Path) -> int:
@@ -170,28 +205,3 @@ def _dequantize(path: Path, offset: int, num_bytes: int, shape: tuple[int, ...],
     except NotImplementedError as e:
         raise ValueError(f"{path} holds {kind.name} blocks, which the package gguf cannot dequantise") from e
     return torch.from_numpy(values.astype(np.float32, copy=False)).view(shape)
-
-
-def _hf_config(fields: dict[str, Any], weights: LazyStateDict) -> dict[str, Any]:
-    """Return the hyperparameters as config.json would have them, as far as the file has them."""
-    prefix = f"{ARCHITECTURE}."
-    names = {
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "block_count": "num_hidden_layers",
-        "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads",
-        "context_length": "max_position_embeddings",
-        "rope.freq_base": "rope_theta",
-        "rope.dimension_count": "head_dim",
-        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        "vocab_size": "vocab_size",
-    }
-    config = {hf: fields[prefix + gguf] for gguf, hf in names.items() if prefix + gguf in fields}
-    if "rms_norm_eps" in config:
-        config["rms_norm_eps"] = float(
-            f"{config['rms_norm_eps']:.6g}"
-        )  # a float32 in the file: 9.99999975e-06
-    config["tie_word_embeddings"] = "output.weight" not in weights
-    config["model_type"] = ARCHITECTURE
-    return config

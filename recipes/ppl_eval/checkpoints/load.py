@@ -18,11 +18,13 @@ from ppl_eval.checkpoints.folder import ADAPTER_FILES, weight_paths, weights_fol
 from ppl_eval.checkpoints.gguf import read_gguf
 from ppl_eval.checkpoints.inside import inside_folder
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
+from ppl_eval.checkpoints.meta_config import meta_config
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.safetensors import sampled_sha256
 from ppl_eval.checkpoints.torch_files import read_torch_file
 from ppl_eval.config.files import read_json_object
 from ppl_eval.models.families import check_architecture
+from ppl_eval.models.hf_config import HFConfig
 
 # torchtune's keys (the last five steer writing and resuming, which an evaluation does not do), then ours.
 KNOWN_KEYS = (
@@ -50,7 +52,8 @@ class LoadedCheckpoint:
     Attributes:
         state_dict: weights under torchtune's names; read and converted one at a time when asked for.
         recipe_state: the plain values (seed, epochs_run, ...) of the training recipe's state, or None.
-        hf_config: content of config.json, or None where the folder has none.
+        hf_config: content of config.json, or what stands for it (a GGUF file's metadata, Meta's params.json);
+            None where there is neither.
         identity: cheap fingerprint; ranks that opened the same checkpoint have equal ones.
         quantized: whether some weights are already quantised.
         notes: everything the person should know about what was read.
@@ -58,7 +61,7 @@ class LoadedCheckpoint:
 
     state_dict: LazyStateDict
     recipe_state: dict[str, Any] | None
-    hf_config: dict[str, Any] | None
+    hf_config: HFConfig | None
     identity: dict[str, Any]
     quantized: bool
     notes: list[str] = field(default_factory=list)
@@ -92,10 +95,16 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
             raise ValueError(
                 f"checkpointer.checkpoint_files names {len(paths)} GGUF files: a model is one of them"
             )
-        state_dict, hf_config = read_gguf(paths[0], model_type=model_type, notes=notes)
+        state_dict, hf_config = read_gguf(paths[0], model_type=model_type, beside=hf_config, notes=notes)
     else:
         stored = index_files(paths, form=form, allow_unsafe_pickle=unsafe, notes=notes)
         state_dict = convert(stored, form=form, model_type=model_type, hf_config=hf_config)
+        if form == "meta":
+            embedding = state_dict.meta.get("tok_embeddings.weight")
+            vocab_size = None if embedding is None else embedding.shape[0]
+            hf_config = meta_config(
+                folder, model_type=model_type, vocab_size=vocab_size, beside=hf_config, notes=notes
+            )
     quantized = any(is_quantized(t) for t in state_dict.meta.values())
     adapter = _adapter(cfg, folder, notes)
     if adapter:
@@ -151,7 +160,7 @@ def _adapter(cfg: Mapping[str, Any], folder: Path, notes: list[str]) -> Path | N
     return path
 
 
-def _read_hf_config(folder: Path) -> dict[str, Any] | None:
+def _read_hf_config(folder: Path) -> HFConfig | None:
     path = inside_folder(folder, "config.json", str(folder))
     return read_json_object(path) if path.is_file() else None
 

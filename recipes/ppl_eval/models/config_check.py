@@ -7,13 +7,14 @@ arguments, and set against the file.
 
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchtune.config._utils import _get_component_from_path
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval.models import families, model_facts
+from ppl_eval.models import families, hf_config, model_facts
 from ppl_eval.models.hf_config import HFConfig
 
 # Which builder argument sets a key; of several, the first that the builder has.
@@ -45,16 +46,23 @@ class Difference:
         expected: its value there.
         actual: what the model uses.
         remedy: what to type to remove the difference.
+        stated_by: the file, or what else asks for the expected value.
+        used_by: what has the actual one.
     """
 
     key: str
     expected: Any
     actual: Any
     remedy: str
+    stated_by: str = "config.json"
+    used_by: str = "the model"
 
     def __str__(self) -> str:
         """Return one line: key, both values, remedy."""
-        return f"{self.key}: config.json says {self.expected}, the model has {self.actual}; {self.remedy}"
+        return (
+            f"{self.key}: {self.stated_by} says {self.expected}, {self.used_by} has {self.actual};"
+            f" {self.remedy}"
+        )
 
 
 def check_config(
@@ -82,7 +90,9 @@ def check_config(
         remedy = f"checkpointer.model_type={family.model_type}"
         differences.append(
             Difference(
-                "checkpointer.model_type", f"{family.name} (needs {family.model_type})", model_type, remedy
+                *("checkpointer.model_type", family.model_type, model_type, remedy),
+                stated_by=f"model._component_={builder}",
+                used_by="the checkpointer section",
             )
         )
     if config is None:
@@ -91,15 +101,53 @@ def check_config(
     own_type = family.architecture.model_type
     if config["model_type"] != own_type:
         section = f"use this section:\n{model_section(config)}"
-        return [*differences, Difference("model_type", config["model_type"], own_type, section)]
+        source = hf_config.source(config)
+        return [*differences, Difference("model_type", config["model_type"], own_type, section, source)]
     expected, actual = family.architecture.facts(config), model_facts.facts(model)
     assert expected.keys() == actual.keys()
     for key, value in expected.items():
-        if not _same(value, actual[key]):
-            differences.append(
-                Difference(key, _brief(value), _brief(actual[key]), _remedy(key, value, builder, config))
-            )
+        if key not in config.get(hf_config.UNSTATED, ()) and not _same(value, actual[key]):
+            remedy, source = _remedy(key, value, builder, config), hf_config.source(config)
+            differences.append(Difference(key, _brief(value), _brief(actual[key]), remedy, source))
     return differences
+
+
+def completed(config: HFConfig, beside: HFConfig, notes: list[str]) -> HFConfig:
+    """Return a config made from another file, completed by the config.json beside that file.
+
+    Args:
+        config: what the other file says.
+        beside: config.json, which must say the same.
+        notes: what was taken from config.json is appended here.
+
+    Raises:
+        ValueError: if the two contradict each other: every key, with both values.
+    """
+    source, own_type = hf_config.source(config), config["model_type"]
+    found = [("model_type", own_type, beside.get("model_type", own_type))]
+    if found[0][1] == found[0][2]:
+        architecture = families.architecture_of(config)
+        if config.get("sliding_window") is None and beside.get("sliding_window") is not None:
+            config = {**config, "sliding_window": beside["sliding_window"]}
+            notes.append(f"{source}: sliding_window={beside['sliding_window']} is config.json's")
+        facts, others = architecture.facts(config), architecture.facts(beside)
+        unstated = config.get(hf_config.UNSTATED, ())
+        found = [(key, facts[key], others[key]) for key in facts if key not in unstated]
+        added = {key: beside[key] for key in unstated if key in beside}
+        config = {**config, **added, hf_config.UNSTATED: [key for key in unstated if key not in added]}
+    lines = [
+        f"  - {key}: {source} says {_brief(own)}, config.json says {_brief(other)}"
+        for key, own, other in found
+        if not _same(own, other)
+    ]
+    if lines:
+        raise ValueError(
+            f"{source} and the config.json beside it describe different models:\n"
+            + "\n".join(lines)
+            + "\nRemove config.json if it is not this file's, or take the file that it belongs to."
+        )
+    notes.append(f"{source}: its hyperparameters agree with the config.json beside it")
+    return config
 
 
 def _same(expected: Any, actual: Any) -> bool:
@@ -123,11 +171,16 @@ def _brief(value: Any) -> str:
 
 def _remedy(key: str, value: Any, builder: str, config: HFConfig) -> str:
     parameters = inspect.signature(_get_component_from_path(builder)).parameters
+    if key == "rope_scaling" and not _torchtune_scales(value):
+        return (
+            f"torchtune 0.6.1 cannot build a model with RoPE scaled by {_brief(value)}, whatever the section:"
+            " score this checkpoint with transformers or llama.cpp"
+        )
     wanted = value
     if key == "sliding_window":
         wanted = next((window for window in value if window), None)
     if key == "rope_scaling":
-        wanted = int(value.get("factor", 1)) if value["rope_type"] in ("default", "llama3") else None
+        wanted = f"{value.get('factor', 1):g}" if value["rope_type"] != "longrope" else None
     own_head = ""
     if key == "tie_word_embeddings" and value:
         own_head = (
@@ -140,6 +193,16 @@ def _remedy(key: str, value: Any, builder: str, config: HFConfig) -> str:
     return (
         f"{builder} has no argument for it{own_head}; use this section, and if it differs too, torchtune"
         f" 0.6.1 cannot build the model:\n{model_section(config)}"
+    )
+
+
+def _torchtune_scales(scaling: Mapping[str, Any]) -> bool:
+    """Return whether some builder computes it: Llama 3's has its other constants written into it."""
+    kind = scaling["rope_type"]
+    constants = (1.0, 4.0, 8192)
+    keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return kind in ("default", "longrope") or (
+        kind == "llama3" and tuple(scaling[key] for key in keys) == constants
     )
 
 
@@ -196,7 +259,7 @@ def verify(
     if mode == "error" and lines:
         listed = "\n".join(f"  - {line}" for line in lines)
         raise ValueError(
-            f"the built model differs from the checkpoint's config.json in {len(lines)} constant(s), so its "
+            f"the built model differs from the checkpoint in {len(lines)} constant(s), so its "
             f"perplexity would be another model's:\n{listed}\nSet config_check=warn to score it all the same."
         )
     notes = [f"config_check: {line}" for line in lines]

@@ -44,8 +44,12 @@ class HFConverter(Protocol):
         """Convert some or all tensors of a checkpoint."""
 
 
-def head_layout(hf_config: Mapping[str, Any] | None) -> HeadLayout:
+def head_layout(hf_config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> HeadLayout:
     """Read the layout from a checkpoint's config.json.
+
+    Args:
+        hf_config: its content.
+        defaults: what transformers assumes where it lacks a key, for this ``model_type``.
 
     Raises:
         ValueError: if there is no config.json, or it lacks a size.
@@ -54,6 +58,7 @@ def head_layout(hf_config: Mapping[str, Any] | None) -> HeadLayout:
         raise ValueError(
             "the HF form needs config.json beside the weights (head counts decide how they are laid out)"
         )
+    hf_config = {**defaults, **hf_config}
     try:
         num_heads, hidden_size = hf_config["num_attention_heads"], hf_config["hidden_size"]
     except KeyError as e:

@@ -48,6 +48,7 @@ class Architecture:
         other_facts: the facts that it reads differently from ``hf_config.llama_facts``, from a config with
             its defaults filled in.
         gguf: ``general.architecture`` of its GGUF files, where ``checkpoints.gguf`` reads them.
+        nullable: keys of ``defaults`` that may be null in the file, which then means something else.
     """
 
     model_type: str
@@ -55,9 +56,14 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     other_facts: Callable[[HFConfig], Facts] = _no_other_facts
     gguf: str | None = None
+    nullable: tuple[str, ...] = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
     def facts(self, config: HFConfig) -> Facts:
         """Return what a config.json says, by its own keys, with transformers' defaults filled in."""
+        never_null = [
+            key for key, value in self.defaults.items() if value is not None and key not in self.nullable
+        ]
+        hf_config.check_nulls(config, never_null)
         filled = {**self.defaults, **config}
         return hf_config.llama_facts(filled) | self.other_facts(filled)
 
@@ -116,8 +122,8 @@ def _phi3_facts(config: HFConfig) -> Facts:
 
 
 def _qwen2_facts(config: HFConfig) -> Facts:
-    first_window = config.get("max_window_layers", 28)
-    used = config if config.get("use_sliding_window", False) else {**config, "sliding_window": None}
+    first_window = config["max_window_layers"]
+    used = config if config["use_sliding_window"] else {**config, "sliding_window": None}
     return {
         "sliding_window": hf_config.windows_by_layer(used, lambda index: index >= first_window),
         "query, key and value bias": True,
@@ -176,8 +182,16 @@ PHI3 = Architecture(
 QWEN2 = Architecture(
     "qwen2",
     "torchtune.models.qwen2.qwen2",
-    {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, "sliding_window": 4096},
+    {
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+    },
     _qwen2_facts,
+    nullable=("sliding_window", "num_key_value_heads"),
 )
 
 _PHI_FIXES = (fix.phi4_rope_base, fix.phi3_rotary, fix.sliding_windows)
@@ -265,6 +279,9 @@ def check_architecture(config: HFConfig) -> None:
                 f"the checkpoint is a {architecture}, which gives no probability of a next token; "
                 "only ...ForCausalLM can be scored"
             )
+    for key in ("use_bidirectional_attention", "per_layer_config"):
+        if config.get(key):
+            raise ValueError(f"config.json has {key}={config[key]}, which torchtune 0.6.1 cannot build")
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "an unnamed method")

@@ -1,15 +1,28 @@
 """Reading Hugging Face's config.json: one meaning for its old and new spellings.
 
 Both spellings of RoPE occur: ``rope_theta`` with ``rope_scaling`` before transformers 5, ``rope_parameters``
-since. The functions expect the file with the keys that it omits filled in: those have the defaults of
-transformers for that ``model_type``, which are in the table of ``families``.
+since. A file that states one fact twice, differently, is refused: versions of transformers do not agree on
+which of the two they take. The functions expect the file with the keys that it omits filled in: those have
+the defaults of transformers for that ``model_type``, which are in the table of ``families``.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 HFConfig = Mapping[str, Any]
+# Of configs that were made from another file: its name, and the keys that it says nothing about.
+SOURCE, UNSTATED = "_source", "_unstated"
+# Keys for which transformers' config classes refuse null: any value read for it would be a guess.
+_NEVER_NULL = (
+    *("rope_theta", "partial_rotary_factor", "hidden_act", "rms_norm_eps"),
+    *("tie_word_embeddings", "attention_bias", "mlp_bias"),
+)
+
+
+def source(config: HFConfig) -> str:
+    """Return the name of the file that the hyperparameters come from."""
+    return str(config.get(SOURCE, "config.json"))
 
 
 def required(config: HFConfig, key: str) -> Any:
@@ -20,7 +33,7 @@ def required(config: HFConfig, key: str) -> Any:
     """
     value = config.get(key)
     if value is None:
-        raise ValueError(f"config.json has no {key!r}; is it the file that belongs to the checkpoint?")
+        raise ValueError(f"{source(config)} has no {key!r}; is it the file that belongs to the checkpoint?")
     return value
 
 
@@ -31,14 +44,32 @@ def head_dim(config: HFConfig) -> int:
     )
 
 
+def check_nulls(config: HFConfig, keys: Iterable[str] = ()) -> None:
+    """Refuse null for a key that transformers does not accept it for.
+
+    Args:
+        config: the file, without defaults.
+        keys: keys that this ``model_type`` alone never has as null.
+
+    Raises:
+        ValueError: naming the keys.
+    """
+    found = [key for key in dict.fromkeys((*_NEVER_NULL, *keys)) if key in config and config[key] is None]
+    if found:
+        raise ValueError(
+            f"config.json has null for {', '.join(found)}, which transformers does not load: write the"
+            " model's value, or remove the key for transformers' default"
+        )
+
+
 def rope_theta(config: HFConfig) -> float:
     """Return the RoPE base."""
-    return float(_rope(config).get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    return float(_rope_fact(config, "rope_theta") or 10_000.0)
 
 
 def partial_rotary_factor(config: HFConfig) -> float:
     """Return the rotated share of a head."""
-    return float(_rope(config).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    return float(_rope_fact(config, "partial_rotary_factor") or 1.0)
 
 
 def rope_scaling(config: HFConfig, aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -52,16 +83,16 @@ def rope_scaling(config: HFConfig, aliases: Mapping[str, str] | None = None) -> 
         aliases: names under which transformers reads another type for this ``model_type``.
     """
     rope = _rope(config)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    kind = (aliases or {}).get(kind, kind)
+    kinds = {key: rope[key] for key in ("rope_type", "type") if rope.get(key) is not None}
+    kinds = {key: (aliases or {}).get(kind, kind) for key, kind in kinds.items()}
+    kind = _one_value(kinds) or "default"
     if kind == "default" or (kind in ("llama3", "linear") and float(required(rope, "factor")) == 1.0):
         return {"rope_type": "default"}
     if kind not in ("llama3", "longrope"):
         rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "type", "rope_type")}
         return {"rope_type": kind, **rest}
     # Phi-3 keeps the original length beside rope_scaling, Llama 3 inside it.
-    original = config.get("original_max_position_embeddings") if kind == "longrope" else None
-    original = original or rope.get("original_max_position_embeddings")
+    original = _rope_fact(config, "original_max_position_embeddings")
     original = original or required(config, "max_position_embeddings")
     if kind == "llama3":
         factors = {
@@ -139,4 +170,46 @@ def llama_facts(config: HFConfig) -> dict[str, Any]:
 
 
 def _rope(config: HFConfig) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    spellings = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    for key, rope in spellings.items():
+        if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+            raise ValueError(
+                f"{key} in config.json is {rope}: only one set of RoPE parameters for all layers can be built"
+            )
+    facts = [_plain_rope(config, rope) for rope in spellings.values()]
+    if len(facts) == 2 and facts[0] != facts[1]:
+        raise ValueError(
+            f"config.json states RoPE twice, differently: rope_parameters {config['rope_parameters']} and"
+            f" rope_scaling {config['rope_scaling']}; remove the one that the model was not trained with"
+        )
+    return next(iter(spellings.values()), {})
+
+
+def _plain_rope(config: HFConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return RoPE parameters such that two spellings of the same are equal."""
+    plain = {key: value for key, value in rope.items() if value is not None and key != "type"}
+    plain["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        if plain.get(key) is None and config.get(key) is not None:
+            plain[key] = config[key]
+    return plain
+
+
+def _rope_fact(config: HFConfig, key: str) -> Any:
+    """Return a value that stands in the RoPE parameters, beside them, or both; None if in neither."""
+    places = {
+        f"{key} inside the RoPE parameters": _rope(config).get(key),
+        f"{key} beside them": config.get(key),
+    }
+    return _one_value({place: value for place, value in places.items() if value is not None})
+
+
+def _one_value(spellings: Mapping[str, Any]) -> Any:
+    values = list(spellings.values())
+    if any(value != values[0] for value in values):
+        listed = " and ".join(f"{key} {value!r}" for key, value in spellings.items())
+        raise ValueError(
+            f"config.json states one fact twice, differently: {listed} (transformers' default where the file"
+            " lacks it); leave the one that the model was trained with, or write it in both places"
+        )
+    return values[0] if values else None
