@@ -284,3 +284,9 @@ def test_reading_is_lazy(tmp_path, weights):
     assert opened.state_dict.meta["layers.0.attn.q_proj.weight"].shape == (64, 64)
     with pytest.raises(FileNotFoundError):
         opened.state_dict["norm.scale"]
+
+
+def test_a_model_type_of_another_family_is_named_and_not_config_json(tmp_path):
+    section = tiny.write_hf(tmp_path, tiny.random_weights(tiny.tied))
+    with pytest.raises(ValueError, match=r"model_type is PHI3_MINI, .*model_type=LLAMA2 or LLAMA3"):
+        load_state_dict(section | {"model_type": "PHI3_MINI"})

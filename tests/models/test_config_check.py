@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
 from torchtune.config._utils import _get_component_from_path
 
 from helpers.family_models import (
@@ -144,6 +145,7 @@ def test_a_checkpoint_of_another_architecture_is_a_difference():
 def test_the_checkpointers_model_type_must_fit_the_builder():
     (difference,) = check_config(on_meta(LLAMA3_8B), LLAMA3_8B, None, model_type="QWEN2")
     assert difference.remedy == "checkpointer.model_type=LLAMA3"
+    assert f"model._component_={LLAMA3_8B} says LLAMA3, the checkpointer section has QWEN2" in str(difference)
     assert check_config(on_meta(LLAMA3_8B), LLAMA3_8B, None, model_type="LLAMA2") == []  # the same converter
 
 
@@ -165,6 +167,39 @@ def test_newer_architectures_are_refused_with_what_is_supported(model_type):
 def test_checkpoints_that_are_no_plain_language_model_are_refused(extra, message):
     with pytest.raises(ValueError, match=message):
         correct(on_meta(LLAMA3_8B), LLAMA3_8B, config_of(LLAMA3_8B) | extra)
+
+
+def test_swish_is_silu():
+    config = config_of(LLAMA3_8B)
+    assert check_config(on_meta(LLAMA3_8B), LLAMA3_8B, config | {"hidden_act": "swish"}) == []
+    swish, silu = (transformers.activations.ACT2FN[name] for name in ("swish", "silu"))
+    x = torch.linspace(-9, 9, 99)
+    assert torch.equal(swish(x), silu(x))
+
+
+@pytest.mark.parametrize("prefix", ["lora", "qlora"])
+def test_builders_with_lora_layers_are_refused_with_the_plain_one(prefix):
+    with pytest.raises(ValueError, match=r"=torchtune\.models\.llama3\.llama3_8b without the lora_"):
+        correct(on_meta(LLAMA3_8B), f"torchtune.models.llama3.{prefix}_llama3_8b", None)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "why"),
+    [
+        ({"type": "linear", "factor": 4.0}, "rope_type: linear, factor: 4.0"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings: 4096",
+        ),
+    ],
+)
+def test_scaling_that_no_builder_has_is_not_answered_with_a_section(scaling, why):
+    config = config_of(LLAMA3_8B) | {"rope_scaling": scaling}
+    (difference,) = check_config(on_meta(LLAMA3_8B), LLAMA3_8B, config)
+    assert why in difference.remedy
+    assert "whatever the section" in difference.remedy
+    assert "model:" not in difference.remedy
 
 
 def test_builders_of_no_family_are_refused():

@@ -16,8 +16,8 @@ from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
-from ppl_eval.models.converters import head_layout
-from ppl_eval.models.families import family_of_model_type
+from ppl_eval.models.converters import HFConverter, head_layout
+from ppl_eval.models.families import FAMILIES, family_of_model_type
 from ppl_eval.models.hf_config import HFConfig
 
 # torchtune's checkpointer class -> form of the files
@@ -131,4 +131,21 @@ def _converter_of(form: str, model_type: str, hf_config: HFConfig | None) -> Con
     if form == "meta":
         # Of a tied model Meta's file repeats the embedding; the comparison with the model sees to that.
         return convert_weights.meta_to_tune
+    _check_model_type(model_type, family.converter, hf_config)
     return partial(family.converter, layout=head_layout(hf_config, family.architecture.defaults))
+
+
+def _check_model_type(model_type: str, converter: HFConverter, hf_config: HFConfig | None) -> None:
+    """Refuse a ``model_type`` whose converter is not the one of the model that config.json names.
+
+    Raises:
+        ValueError: with the types that fit.
+    """
+    named = (hf_config or {}).get("model_type")
+    fitting = [family for family in FAMILIES if family.architecture.model_type == named]
+    if fitting and all(family.converter is not converter for family in fitting):
+        allowed = " or ".join(dict.fromkeys(family.model_type for family in fitting))
+        raise ValueError(
+            f"checkpointer.model_type is {model_type}, and the checkpoint is a {named} (model_type in"
+            f" config.json), whose weights have other names or rows: set checkpointer.model_type={allowed}"
+        )

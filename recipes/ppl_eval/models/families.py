@@ -65,7 +65,9 @@ class Architecture:
         ]
         hf_config.check_nulls(config, never_null)
         filled = {**self.defaults, **config}
-        return hf_config.llama_facts(filled) | self.other_facts(filled)
+        facts = hf_config.llama_facts(filled) | self.other_facts(filled)
+        # transformers' other name for the same function.
+        return facts | {"hidden_act": {"swish": "silu"}.get(facts["hidden_act"], facts["hidden_act"])}
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,15 @@ def family_of(builder: str) -> Family:
     Raises:
         ValueError: if no family has it.
     """
+    package, _, name = builder.rpartition(".")
     for family in FAMILIES:
         if builder.startswith(f"{family.builders}."):
+            if name.startswith(("lora_", "qlora_")):
+                raise ValueError(
+                    f"model._component_={builder} builds training's LoRA layers; set model._component_="
+                    f"{package}.{name.partition('lora_')[2]} without the lora_* arguments, and"
+                    " checkpointer.adapter_checkpoint to the adapter, which is merged while weights are read"
+                )
             return family
     raise ValueError(f"model._component_={builder} is of no family that can be scored; {supported()}")
 
