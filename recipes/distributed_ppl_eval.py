@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class DistributedPPLEvalRecipe:
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings = settings
         self.world = world
+        self._started = datetime.now(UTC)
         self._resources = ExitStack()
 
     def setup(self, **_: Any) -> None:
@@ -129,7 +131,9 @@ class DistributedPPLEvalRecipe:
         )
         load_seconds = time.monotonic() - begin
         weights_hash = agree_on_weights(world, model.weights, device)
-        self.state = RunState(settings, world, device, dims, source, model, weights_hash, load_seconds)
+        self.state = RunState(
+            settings, world, device, dims, source, model, weights_hash, load_seconds, self._started
+        )
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
         self._open_ledger()
 
@@ -180,7 +184,7 @@ class DistributedPPLEvalRecipe:
     def evaluate(self, **_: Any) -> None:
         """Score this rank's batches, then add up over all ranks."""
         from ppl_eval.results.progress import Progress
-        from ppl_eval.results.token_spool import TokenSpool
+        from ppl_eval.results.token_spool import SpooledTokens, TokenSpool
         from ppl_eval.run import loop
 
         state = self.state
@@ -190,7 +194,10 @@ class DistributedPPLEvalRecipe:
 
         tokens = None
         if self.settings.per_token:
-            tokens = TokenSpool(self._ledger.folder, self.world.rank, state.inputs.plan)
+            folder, rank = self._ledger.folder, self.world.rank
+            # What earlier runs scored must be there, and it must show now and not at the end.
+            self.world.agree("spool", lambda: SpooledTokens(folder, rank, self._ledger.resumed))
+            tokens = TokenSpool(folder, rank, state.inputs.plan)
 
         def keep(batch: Batch, scores: WindowScores, records: Records, totals: Totals) -> None:
             if tokens is not None:

@@ -27,7 +27,7 @@ FIGURES = {
     "per_sample": "macro_perplexity",
 }
 # How a run was launched, and how long it took.
-NOT_COMPARED = ("parallel", "timing", "versions")
+NOT_COMPARED = ("parallel", "timing", "run", "versions")
 
 
 def compared(folder: Path) -> tuple[dict, list]:

@@ -23,6 +23,7 @@ KEYS = {
     "batch_size": 2,
     "per_window": True,
     "per_document": True,
+    "per_token": True,
     "position_buckets": NUM_BUCKETS,
     "aggregation": {"precision": "float32"},
 }
@@ -33,7 +34,7 @@ def everything(folder):
     """All that a run says, apart from who scored what, and how fast."""
     result = result_of(folder)
     resumed = result["plan"].pop("resumed_batches")
-    for name in ("timing", "parallel", "notes"):
+    for name in ("timing", "parallel", "run", "notes"):
         del result[name]
     tables = {path.name: pq.read_table(path).to_pylist() for path in sorted(folder.glob("*.parquet"))}
     return (json.dumps(result), tables), resumed
@@ -97,6 +98,7 @@ def change(path, edit):
 def torn(out):
     """Half of a record at the end, as a write that power cut short."""
     change(ledger_of(out) / "rank-0.bin", lambda content: content[: -SIZE // 2])
+    change(ledger_of(out) / "tokens-0.bin", lambda content: content[:-1000])
 
 
 def unsynced(out):

@@ -15,7 +15,10 @@ from torch import distributed as dist
 from torchtune.training import get_dtype
 from torchtune.utils import get_device
 
-_PACKAGES = ("torch", "torchtune", "torchao", "tokenizers", "numpy", "lm_eval", "distributed_ppl_eval")
+_PACKAGES = (
+    *("torch", "torchtune", "torchao", "tokenizers", "transformers", "datasets", "lm_eval", "numpy"),
+    *("pyarrow", "distributed_ppl_eval"),
+)
 # Variables by which libraries choose kernels or their arithmetic.
 _KERNEL_VARIABLES = (
     "MKL_CBWR",

@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ def set_aside(output_dir: Path, key: str, baseline: str | None) -> str | None:
     folder.mkdir(parents=True, exist_ok=True)
     # The result last: should this be cut short, the next run goes on with it.
     for path in files:
+        if path.is_dir():
+            shutil.rmtree(folder / path.name, ignore_errors=True)
         os.replace(path, folder / path.name)
     return f"{output_dir} held the files of another evaluation: moved to {folder}"
 

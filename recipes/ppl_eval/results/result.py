@@ -21,6 +21,7 @@ from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, records, table, tokens
 from ppl_eval.results.ledger import Ledger, plan_key
+from ppl_eval.results.provenance import run_facts
 from ppl_eval.results.token_spool import SpooledTokens
 from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.state import RunState, Scored
@@ -88,6 +89,7 @@ def build(
         "parallel": {**asdict(state.dims), "num_nodes": len(state.world.nodes)},
         "seed": state.source.seed,
         "timing": _timing(scored, per_rank),
+        "run": run_facts(state),
         "versions": versions(),
         "kernels": kernel_facts(state.device),
         "notes": state.notes,

@@ -65,14 +65,11 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
     num_buckets = settings.position_buckets or 0
     accumulator = Accumulator(inputs.plan, inputs.data, num_buckets)
     num_steps, windows = batches
-    num_concurrent = concurrency.num_concurrent_batches(
-        state.device,
-        not (dims.forwards_are_shared or settings.compile),
-        inputs.plan.batch_size * inputs.protocol.max_seq_len,
-    )
     score_one = partial(_score_one, state.model.scorer, state.device)
     begin = time.monotonic()
-    for batch, scores in concurrency.map_concurrently(score_one, windows, num_steps, num_concurrent):
+    for batch, scores in concurrency.map_concurrently(
+        score_one, windows, num_steps, state.concurrent_batches
+    ):
         check_finite(batch, scores, state.world.where)
         activity.finished(batch.window_ids_B.tolist())
         if not counted:

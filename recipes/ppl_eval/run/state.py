@@ -1,6 +1,7 @@
 """What a run consists of, handed as values to whoever reports on it."""
 
 from dataclasses import dataclass
+from datetime import datetime
 
 import torch
 
@@ -11,6 +12,7 @@ from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.protocols.base import BoolArray
 from ppl_eval.run.inputs import Inputs
+from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.load import BuiltModel
 
 
@@ -50,6 +52,7 @@ class RunState:
         model: the loaded model.
         weights_hash: what all ranks loaded (``weights.agree_on_weights``).
         load_seconds: how long loading took.
+        started: when the run started; UTC.
         done: whether earlier runs scored each batch; bool [num_batches].
     """
 
@@ -61,7 +64,17 @@ class RunState:
     model: BuiltModel
     weights_hash: str
     load_seconds: float
+    started: datetime
     done: BoolArray | None = None
+
+    @property
+    def concurrent_batches(self) -> int:
+        """Batches that this process scores at once."""
+        return concurrency.num_concurrent_batches(
+            self.device,
+            not (self.dims.forwards_are_shared or self.settings.compile),
+            self.inputs.plan.batch_size * self.inputs.protocol.max_seq_len,
+        )
 
     @property
     def inputs(self) -> Inputs:

@@ -1,0 +1,79 @@
+"""What a reader needs to repeat a run: when, where, by which command, with which files and kernels."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ppl_eval.run.state import RunState
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_facts(state: RunState) -> dict[str, Any]:
+    """Return the ``run`` section of the result; JSON values, as rank 0 knows them."""
+    given, tokenizer = state.settings.as_dict(), state.inputs.encoder
+    section = given["tokenizer"]
+    return {
+        "start": state.started.isoformat(timespec="seconds"),
+        "end": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "working_directory": os.getcwd(),
+        "hosts": [{"host": node.host, "ranks": node.ranks} for node in state.world.nodes],
+        "git_commit": git_commit(_ROOT),
+        "checkpoint": _paths(given["checkpointer"]),
+        "tokenizer": {
+            "component": section["_component_"],
+            "paths": _paths(section),
+            "sha256": tokenizer.sha256,
+        },
+        "threads": torch.get_num_threads(),
+        "environment": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_CBWR")},
+        "kernels": {**_kernels(state.model.scorer.decoder), "concurrent_batches": state.concurrent_batches},
+    }
+
+
+def git_commit(root: Path) -> str | None:
+    """Return the commit of this package's checkout, with ``-dirty`` where tracked files were changed; None
+    for an installed package or without git."""
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _paths(section: Mapping[str, Any]) -> dict[str, str]:
+    """Return the arguments of a section that name files or folders, absolute."""
+    return {
+        key: str(Path(value).expanduser().absolute())
+        for key, value in section.items()
+        if isinstance(value, str) and not key.startswith("_") and Path(value).expanduser().exists()
+    }
+
+
+def _kernels(decoder: nn.Module) -> dict[str, list[str]]:
+    """Return which functions attend and which modules rotate, in all layers."""
+    attention, rotary = set(), set()
+    for layer in decoder.layers:  # type: ignore[union-attr]
+        call = getattr(layer.attn, "_attention_call", None)
+        function = call.func if isinstance(call, partial) else call
+        attention.add(_name(type(layer.attn) if function is None else function))
+        embedding = getattr(layer.attn, "pos_embeddings", None)
+        if embedding is not None:
+            rotary.add(_name(type(embedding)))
+    return {"attention": sorted(attention), "rotary": sorted(rotary)}
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
