@@ -88,7 +88,8 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
         from ppl_eval.run.facts import input_facts
-        from ppl_eval.run.state import RunState
+        from ppl_eval.run.share import share_of
+        from ppl_eval.run.state import NOTHING_DONE, RunState
         from ppl_eval.run.weights import agree_on_weights
 
         settings, world = self.settings, self.world
@@ -131,8 +132,10 @@ class DistributedPPLEvalRecipe:
         )
         load_seconds = time.monotonic() - begin
         weights_hash = agree_on_weights(world, model.weights, device)
+        share = share_of(settings.part, source.inputs)
+        timed = (load_seconds, self._started)
         self.state = RunState(
-            settings, world, device, dims, source, model, weights_hash, load_seconds, self._started
+            settings, world, device, dims, source, model, weights_hash, *timed, share, NOTHING_DONE
         )
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
         self._open_ledger()
@@ -169,11 +172,14 @@ class DistributedPPLEvalRecipe:
             lambda: ledger.open_ledger(output_dir, facts, world.rank, settings.position_buckets or 0),
         )
         self._resources.callback(self._ledger.close)
-        done = resume.take_over(self._ledger, state.inputs.plan, world, state.device)
+        done = resume.take_over(self._ledger, state, world)
         world.agree("resume", lambda: resume.require(settings.resume, done, output_dir))
         self.state = replace(state, done=done)
-        if line := resume.note(done, state.inputs.plan):
-            self._log_rank_zero(line)
+        if done.any():
+            num_batches = len(state.share.batches)
+            self._log_rank_zero(
+                f"resumed: {self.state.num_done:,} of {num_batches:,} batches were scored by earlier runs"
+            )
 
     def load_checkpoint(self, **_: Any) -> None:
         """Open the checkpoint; weights are read later, one by one."""
@@ -184,20 +190,17 @@ class DistributedPPLEvalRecipe:
     def evaluate(self, **_: Any) -> None:
         """Score this rank's batches, then add up over all ranks."""
         from ppl_eval.results.progress import Progress
-        from ppl_eval.results.token_spool import SpooledTokens, TokenSpool
+        from ppl_eval.results.token_spool import TokenSpool
         from ppl_eval.run import loop
 
         state = self.state
         activity.enter("scoring")
-        expected = state.inputs.expected_tokens * (1 - state.num_done / state.inputs.plan.num_batches)
+        expected = state.share.expected_tokens * (1 - state.num_done / max(1, len(state.share.batches)))
         progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
 
         tokens = None
         if self.settings.per_token:
-            folder, rank = self._ledger.folder, self.world.rank
-            # What earlier runs scored must be there, and it must show now and not at the end.
-            self.world.agree("spool", lambda: SpooledTokens(folder, rank, self._ledger.resumed))
-            tokens = TokenSpool(folder, rank, state.inputs.plan)
+            tokens = TokenSpool(self._ledger.folder, self.world.rank, state.inputs.plan)
 
         def keep(batch: Batch, scores: WindowScores, records: Records, totals: Totals) -> None:
             if tokens is not None:
@@ -221,9 +224,17 @@ class DistributedPPLEvalRecipe:
 
         state, scored, world = self.state, self.scored, self.world
         own = self._ledger.own()
-        result.write_records(state, own, self._add_over_ranks)
-        result.write_tokens(state, self._ledger, self._add_over_ranks)
-        rounded_nll = result.rounded_nll(state, own, self._add_over_ranks)
+        if self.settings.part is None:
+            result.write_tables(
+                self.settings,
+                state.inputs,
+                own,
+                [self._ledger.folder],
+                rank=world.rank,
+                world_size=world.world_size,
+                add_over_ranks=self._add_over_ranks,
+            )
+        rounded_nll = result.rounded_nll(self.settings, state.inputs, own, self._add_over_ranks)
         self._ledger.close()
         row = result.rank_row(state, scored)
         per_rank = process_group.all_gather_rows(row, world.world_size, state.device)
@@ -235,7 +246,7 @@ class DistributedPPLEvalRecipe:
                 else 0
             ),
         )
-        if world.local_rank == 0:
+        if world.local_rank == 0 and self.settings.part is None:
             self._ledger.remove()
 
     def cleanup(self, **_: Any) -> None:

@@ -2,13 +2,17 @@
 
 import json
 import os
+import random
 import shutil
+import subprocess
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from filelock import FileLock
 
 from helpers.processes import Script, rank_variables
-from helpers.runs import many, ranks, result_of
+from helpers.runs import TORCHRUN, many, ranks, result_of, run
 from helpers.tiny import TEXT, write_config
 from helpers.two_hosts import wait_for
 from ppl_eval.metrics.window_records import record_dtype
@@ -16,6 +20,7 @@ from ppl_eval.results import ledger, resume
 from ppl_eval.results.ledger import read_ledger
 from results.test_ledger import HELD_RUN, records, written
 
+DIES_ONCE = str(Path(__file__).parents[1] / "helpers" / "dies_once.py")
 NUM_BUCKETS = 3
 # 37 windows, 19 batches, of two domains; all figures and files that there are.
 KEYS = {
@@ -171,6 +176,45 @@ def test_hosts_without_a_shared_folder_bring_their_parts(killed, copies, tmp_pat
     assert finished.code == 0, finished.output
     assert everything(tmp_path / "host0") == (expected, 6)
     assert not (tmp_path / "host1" / "ledger").exists()
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+def test_torchrun_restarts_a_run_whose_rank_was_killed(killed, tmp_path, seed):
+    """`--max-restarts 1`: one rank is killed at a seeded moment, and done windows are not scored again."""
+    folder, config = killed
+    expected, _ = everything(folder / "alone")
+    dice = random.Random(seed)
+    num_ranks, after = dice.choice([2, 3]), dice.randrange(1, 6)
+    dies = {
+        "KILL_RANK": str(dice.randrange(num_ranks)),
+        "KILL_AFTER": str(after),
+        "KILLED": str(tmp_path / "k"),
+    }
+    launch = [TORCHRUN, "--standalone", "--nproc_per_node", str(num_ranks), "--max-restarts", "1", DIES_ONCE]
+    finished = run(*launch, "--config", str(config), f"output_dir={tmp_path / 'out'}", env=dies)
+    assert finished.code == 0, finished.output
+    assert (tmp_path / "k").exists()
+    found, resumed = everything(tmp_path / "out")
+    assert found == expected
+    assert resumed >= after
+    assert f"resumed: {resumed} of 19 batches" in finished.output
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_what_was_scored(killed, tmp_path):
+    """kill -9 of torchrun: the ranks notice, end, and the next run goes on."""
+    folder, config = killed
+    argv = ["--config", str(config), f"output_dir={tmp_path / 'out'}"]
+    env = {**os.environ, "HOLD_AFTER": "4", "HELD": str(tmp_path / "held"), "GO": str(tmp_path / "go")}
+    launcher = subprocess.Popen([TORCHRUN, "--standalone", "--nproc_per_node", "2", HELD_RUN, *argv], env=env)
+    wait_for([tmp_path / "held.0", tmp_path / "held.1"], [])
+    launcher.kill()
+    launcher.wait()
+    # They hold the lock until they are gone.
+    FileLock(tmp_path / "out" / ".lock").acquire(timeout=60).lock.release()
+    finished = many(2, [[*argv, "resume=require"]], tmp_path)
+    assert finished.code == 0, finished.output
+    assert everything(tmp_path / "out") == (everything(folder / "alone")[0], 8)
 
 
 def test_never_starts_over_and_keeps_the_records(killed, copies, tmp_path):

@@ -60,6 +60,15 @@ def _parser() -> argparse.ArgumentParser:
 
     add_doctor(commands)
 
+    merge = commands.add_parser(
+        "merge",
+        help="join the parts of a run (part: 1/16 ... 16/16)",
+        description="Joins parts to the result that one run would have given. The data must be reachable.",
+    )
+    merge.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a part's folder, or one above")
+    merge.add_argument("-o", "--output_dir", required=True, type=Path, help="where result.json goes")
+    merge.set_defaults(command=_merge)
+
     quantize = commands.add_parser(
         "quantize", help="quantise a config's checkpoint, on any device, and write it"
     )
@@ -110,6 +119,12 @@ def _fetch(arguments: argparse.Namespace) -> None:
     from ppl_eval.commands.demo_model import fetch
 
     print(f"{arguments.name} is in {fetch(arguments.name)}")
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    from ppl_eval.commands.merge import merge
+
+    merge(arguments.folders, arguments.output_dir)
 
 
 def _quantize(arguments: argparse.Namespace) -> None:

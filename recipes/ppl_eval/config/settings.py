@@ -7,12 +7,13 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ppl_eval.config import own_code
+from ppl_eval.config import own_code, parts
 from ppl_eval.config.components import MOVED, check_arguments, check_inside, suggest
 from ppl_eval.config.flags import NO_FLAGS, Flags, refuse_flags_in, take_flags
 from ppl_eval.config.kinds import check_name, components_in
@@ -75,6 +76,7 @@ class Settings:
     max_windows: int | None = _key(None, at_least=1, at_most=2**62)
     max_logits_mib: float = _key(64, at_least=0.001)
     softmax: str = _key("exact", allowed=("exact", "torch"))
+    part: str | None = None
     per_window: bool = False
     per_document: bool = False
     per_token: bool = False
@@ -216,6 +218,12 @@ def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:
             "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"
             " softmax=exact or tensor_parallel_dim=1"
         )
+    if values["part"] is not None:
+        if values["baseline"] is not None:
+            raise ValueError(
+                "part and baseline cannot go together: only the whole of all parts is comparable"
+            )
+        values["output_dir"] = str(Path(values["output_dir"]) / parts.folder_name(values["part"]))
     values["aggregation"] = Aggregation(**aggregation)
     if flags.allow_unsafe_pickle:
         values["checkpointer"].allow_unsafe_pickle = True

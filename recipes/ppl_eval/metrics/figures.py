@@ -114,7 +114,7 @@ def all_figures(
             for index, (name, domain) in enumerate(sums.domains.items())
         }
         losses = [part["ce_loss"] for part in found["domains"].values() if part["ce_loss"] is not None]
-        found["macro_ce_loss"] = math.fsum(losses) / len(losses)
+        found["macro_ce_loss"] = math.fsum(losses) / len(losses) if losses else None
         found["macro_perplexity"] = _exp(found["macro_ce_loss"])
     if sums.positions:
         found["positions"] = [

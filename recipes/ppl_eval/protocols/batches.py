@@ -120,15 +120,22 @@ def scored_hash_sums(windows: Windows, data: TokenData) -> coverage.HashSums:
     return running[bounds[1:]] - running[bounds[:-1]]
 
 
-def masked_targets(plan: Plan, data: TokenData) -> int:
+def masked_targets(plan: Plan, data: TokenData, span: tuple[int, int] | None = None) -> int:
     """Targets of the plan's windows whose label is -100: the plan counts them as expected, and nothing scores
-    them."""
+    them.
+
+    Args:
+        plan: the plan.
+        data: its tokens.
+        span: [first, last) of the windows to look at; None for all.
+    """
     if data.labels is None:
         return 0
     num_masked = 0
     step = max(1, (1 << 20) // plan.protocol.max_seq_len)
-    for first in range(0, plan.num_windows, step):
-        windows = plan.windows(first, min(first + step, plan.num_windows))
+    begin_at, end_at = span or (0, plan.num_windows)
+    for first in range(begin_at, end_at, step):
+        windows = plan.windows(first, min(first + step, end_at))
         begin = data.offsets_D1[windows.document]
         # Running counts of masked labels over the span of these windows: a difference of two is a window's.
         low, high = int((begin + windows.score_start).min()), int((begin + windows.stop).max())
@@ -139,13 +146,23 @@ def masked_targets(plan: Plan, data: TokenData) -> int:
     return num_masked
 
 
-def expected_hash_sums(plan: Plan, data: TokenData, rank: int, num_replicas: int) -> coverage.HashSums:
+def expected_hash_sums(
+    plan: Plan, data: TokenData, rank: int, num_replicas: int, span: tuple[int, int] | None = None
+) -> coverage.HashSums:
     """Return this rank's share of the set hash of all targets of the plan.
 
     The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over
     ranks checks the sharding and not only the arithmetic.
+
+    Args:
+        plan: the plan.
+        data: its tokens.
+        rank: data-parallel rank.
+        num_replicas: data-parallel degree.
+        span: [first, last) of the windows that are shared out; None for all.
     """
-    first, last = (plan.num_windows * r // num_replicas for r in (rank, rank + 1))
+    begin, end = span or (0, plan.num_windows)
+    first, last = (begin + (end - begin) * r // num_replicas for r in (rank, rank + 1))
     sums = np.zeros(coverage.NUM_HASH_SUMS, dtype=np.uint64)
     # About 2^20 targets at a time, so that memory stays flat.
     step = max(1, (1 << 20) // plan.protocol.max_seq_len)

@@ -80,10 +80,13 @@ class Plan:
         """
         cut = int(np.searchsorted(self.first_window_D1, self.num_windows, side="right")) - 1
         whole = int(self.protocol.num_targets(self.length_D[:cut]).sum(dtype=np.int64))
-        rest = range(int(self.first_window_D1[cut]), self.num_windows, _CHUNK)
-        return whole + sum(
-            int(self.windows(first, min(first + _CHUNK, self.num_windows)).num_targets.sum())
-            for first in rest
+        return whole + self.targets_between(int(self.first_window_D1[cut]), self.num_windows)
+
+    def targets_between(self, first: int, last: int) -> int:
+        """Targets of the windows [first, last), before any label mask, counted window by window."""
+        return sum(
+            int(self.windows(start, min(start + _CHUNK, last)).num_targets.sum())
+            for start in range(first, last, _CHUNK)
         )
 
 

@@ -89,8 +89,11 @@ class Ledger:
         return in_order(np.concatenate([self.resumed, scored]))
 
     def close(self) -> None:
-        """Close the file; a folder without records is removed."""
+        """Close the file, with all records on the disk; a folder without records is removed."""
         if self._file is not None:
+            if not self._file.closed:
+                with suppress(OSError):
+                    os.fdatasync(self._file.fileno())
             self._file.close()
             return
         with suppress(OSError):  # The rank that wrote the result may be removing it right now.

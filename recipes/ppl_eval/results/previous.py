@@ -30,8 +30,9 @@ def set_aside(output_dir: Path, key: str, baseline: str | None) -> str | None:
     Raises:
         ValueError: if ``baseline`` is among the files to be moved.
     """
-    files = sorted(output_dir.glob("*.parquet")) + [p for p in [output_dir / RESULT] if p.is_file()]
-    theirs = _key_of(output_dir / RESULT)
+    results = [path for path in (output_dir / "part.json", output_dir / RESULT) if path.is_file()]
+    files = sorted(output_dir.glob("*.parquet")) + results
+    theirs = _key_of(results[-1]) if results else None
     # Without a result, tables of an unfinished run; its ledger says whose.
     if not files or theirs == key or (theirs is None and (output_dir / "ledger" / key).is_dir()):
         return None
@@ -45,7 +46,7 @@ def set_aside(output_dir: Path, key: str, baseline: str | None) -> str | None:
     folder.mkdir(parents=True, exist_ok=True)
     # The result last: should this be cut short, the next run goes on with it.
     for path in files:
-        if path.is_dir():
+        if path.is_dir():  # A table in parts.
             shutil.rmtree(folder / path.name, ignore_errors=True)
         os.replace(path, folder / path.name)
     return f"{output_dir} held the files of another evaluation: moved to {folder}"

@@ -1,7 +1,7 @@
 """What goes into ``result.json``: every number with everything that it depends on."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,23 @@ from torchtune.utils import get_logger
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.environment import kernel_facts, peak_memory_bytes, versions
 from ppl_eval.config.files import write_json
+from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
-from ppl_eval.metrics.totals import resolve_precision
+from ppl_eval.metrics.accumulator import Accumulator
+from ppl_eval.metrics.totals import Totals, resolve_precision
 from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, records, table, tokens
-from ppl_eval.results.ledger import Ledger, plan_key
+from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
 from ppl_eval.results.token_spool import SpooledTokens
 from ppl_eval.run.facts import plan_facts
+from ppl_eval.run.inputs import Inputs
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.tokenization.pieces import token_texts
 
+PART_RESULT = "part.json"
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
 
 
@@ -43,18 +47,23 @@ def rank_row(state: RunState, scored: Scored) -> npt.NDArray[np.float64]:
     return np.array([here[name] for name in _ROW], dtype=np.float64)
 
 
-def precision_of(state: RunState) -> str:
+def precision_of(settings: Settings, inputs: Inputs) -> str:
     """Return the accumulation in use."""
-    return resolve_precision(state.settings.aggregation.precision, state.inputs.expected_tokens)
+    return resolve_precision(settings.aggregation.precision, inputs.expected_tokens)
 
 
-def rounded_nll(state: RunState, own: Records, add_over_ranks: AddOverRanks) -> float | None:
-    """Return the NLL in the accumulation in use, nats, or None where that is ``exact``; all ranks take
-    part."""
-    precision = precision_of(state)
-    if precision == "exact":
+def rounded_nll(
+    settings: Settings, inputs: Inputs, own: Records, add_over_ranks: AddOverRanks
+) -> float | None:
+    """Return the NLL in the accumulation in use, nats; all ranks take part.
+
+    Returns:
+        None where that is ``exact``, and for a part of a run.
+    """
+    precision = precision_of(settings, inputs)
+    if precision == "exact" or settings.part is not None:
         return None
-    return records.rounded_nll(own, state.inputs.plan, precision, add_over_ranks)
+    return records.rounded_nll(own, inputs.plan, precision, add_over_ranks)
 
 
 def build(
@@ -69,15 +78,11 @@ def build(
         rounded_nll: what the function of that name returned.
     """
     settings, inputs = state.settings, state.inputs
-    covered = denominators.covered_text(inputs.plan, inputs.data)
+    expected_tokens = state.share.expected_tokens
     return {
         "schema": table.SCHEMA,
         "key": plan_key(plan_facts(state)),
-        **figures.all_figures(scored.accumulator, inputs.protocol, inputs.data, covered),
-        "num_documents": inputs.data.num_documents,
-        "bytes_and_words_of": None if covered is None else covered.of,
-        "coverage": _coverage(inputs.expected_tokens, scored),
-        "aggregation": _aggregation(state, scored, rounded_nll),
+        **measured(settings, inputs, scored.accumulator, expected_tokens, rounded_nll),
         **_question(state),
         "model": _model(state),
         "quantizer": _quantizer(state),
@@ -96,12 +101,50 @@ def build(
     }
 
 
-def _coverage(expected_tokens: int, scored: Scored) -> dict[str, Any]:
-    totals = scored.accumulator.run.totals
+def measured(
+    settings: Settings,
+    inputs: Inputs,
+    sums: Accumulator,
+    expected_tokens: int,
+    rounded_nll: float | None,
+) -> dict[str, Any]:
+    """Return the fields of a result that come from what was scored, whoever scored it.
+
+    Args:
+        settings: of the run.
+        inputs: tokens and plan.
+        sums: of all that was scored.
+        expected_tokens: targets that had to be scored.
+        rounded_nll: what the function of that name returned.
+    """
+    # Which part of the text a part of the run covers is not known.
+    covered = denominators.covered_text(inputs.plan, inputs.data) if settings.part is None else None
+    totals = sums.run.totals
     return {
-        "expected_tokens": expected_tokens,
-        "scored_tokens": totals.num_tokens,
-        "sha256": coverage.digest(totals.scored_hash_sums, totals.num_tokens),
+        **figures.all_figures(sums, inputs.protocol, inputs.data, covered),
+        "num_documents": inputs.data.num_documents,
+        "bytes_and_words_of": None if covered is None else covered.of,
+        "coverage": {
+            "expected_tokens": expected_tokens,
+            "scored_tokens": totals.num_tokens,
+            "sha256": coverage.digest(totals.scored_hash_sums, totals.num_tokens),
+        },
+        "aggregation": {
+            "precision": precision_of(settings, inputs),
+            "topology": settings.aggregation.topology,
+            **_rounded(totals, rounded_nll),
+        },
+    }
+
+
+def _rounded(totals: Totals, rounded_nll: float | None) -> dict[str, Any]:
+    if rounded_nll is None:
+        return {}
+    perplexity = figures.exp_or_infinity(rounded_nll / totals.num_tokens)
+    return {
+        "nll_sum": rounded_nll,
+        "perplexity": figures.json_number(perplexity),
+        "drift": (rounded_nll - totals.nll_sum) / totals.nll_sum if totals.nll_sum else 0.0,
     }
 
 
@@ -172,20 +215,6 @@ def _timing(scored: Scored, per_rank: npt.NDArray[np.float64]) -> dict[str, Any]
     }
 
 
-def _aggregation(state: RunState, scored: Scored, rounded_nll: float | None) -> dict[str, Any]:
-    chosen = {"precision": precision_of(state), "topology": state.settings.aggregation.topology}
-    if rounded_nll is None:
-        return chosen
-    totals = scored.accumulator.run.totals
-    perplexity = figures.exp_or_infinity(rounded_nll / totals.num_tokens)
-    return {
-        **chosen,
-        "nll_sum": rounded_nll,
-        "perplexity": figures.json_number(perplexity),
-        "drift": (rounded_nll - totals.nll_sum) / totals.nll_sum if totals.nll_sum else 0.0,
-    }
-
-
 def write_result(
     state: RunState,
     scored: Scored,
@@ -212,14 +241,10 @@ def write_result(
         assert settings.baseline is not None
         folder = Path(settings.baseline).expanduser().parent
         result["against_baseline"] = baseline.against(result, other, path.parent, folder)
-    write_json(path, result)
-    print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
-    get_logger(settings.log_level).info(f"written to {path}")
-    if settings.metric_logger is not None:
-        metric_logger = instantiate("metric_logger", settings.metric_logger)
-        numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
-        metric_logger.log_dict(numbers, step=0)
-        metric_logger.close()
+    if settings.part is not None:
+        _write_part(state, result)
+        return 0
+    publish(settings, result, path)
     if other is None:
         return 0
     code, message = baseline.compare(result, other, settings.baseline_tolerance)
@@ -229,46 +254,80 @@ def write_result(
     return code
 
 
-def write_records(state: RunState, own: Records, add_over_ranks: AddOverRanks) -> None:
-    """Write what each window and document scored, where asked for; all ranks take part.
+def publish(settings: Settings, result: Mapping[str, Any], path: Path) -> None:
+    """Write a result, print its table, and log its numbers."""
+    write_json(path, result)
+    print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
+    get_logger(settings.log_level).info(f"written to {path}")
+    if settings.metric_logger is not None:
+        metric_logger = instantiate("metric_logger", settings.metric_logger)
+        numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
+        metric_logger.log_dict(numbers, step=0)
+        metric_logger.close()
+
+
+def _write_part(state: RunState, result: Mapping[str, Any]) -> None:
+    settings = state.settings
+    path = Path(settings.output_dir) / PART_RESULT
+    write_json(path, {**result, "part": settings.part, "config": settings.as_dict()})
+    print(
+        f"part {settings.part}: {result['num_windows']:,} windows, {result['num_tokens']:,} tokens;"
+        f" written to {path.parent}. When all parts are done: ppl-eval merge {path.parent.parent} -o DIR",
+        flush=True,
+    )
+
+
+def write_tables(
+    settings: Settings,
+    inputs: Inputs,
+    own: Records,
+    ledgers: Sequence[Path],
+    *,
+    rank: int,
+    world_size: int,
+    add_over_ranks: AddOverRanks,
+) -> None:
+    """Write what each window, document and token scored, where asked for; all ranks take part.
 
     Args:
-        state: the run.
-        own: what this rank scored (``Ledger.own``).
+        settings: of the run.
+        inputs: tokens and plan.
+        own: what this rank answers for (``Ledger.own``).
+        ledgers: the ledgers' folders of this host, where its tokens are.
+        rank: this rank.
+        world_size: all ranks.
         add_over_ranks: sums a vector over ranks.
+
+    Raises:
+        ValueError: if tokens are missing of windows that are recorded.
     """
-    settings, inputs = state.settings, state.inputs
+    output_dir, plan, data = Path(settings.output_dir), inputs.plan, inputs.data
     if settings.per_window or settings.per_document:
         records.write(
-            Path(settings.output_dir) if state.world.rank == 0 else None,
+            output_dir if rank == 0 else None,
             own,
-            inputs.plan,
-            inputs.data,
-            denominators.covered_text(inputs.plan, inputs.data),
+            plan,
+            data,
+            denominators.covered_text(plan, data),
             add_over_ranks,
             per_window=settings.per_window,
             per_document=settings.per_document,
         )
-
-
-def write_tokens(state: RunState, ledger: Ledger, add_over_ranks: AddOverRanks) -> None:
-    """Write what each token scored, where asked for; all ranks take part.
-
-    Args:
-        state: the run.
-        ledger: this rank's, beside which its tokens are.
-        add_over_ranks: sums a vector over ranks.
-    """
-    if not state.settings.per_token:
+    if not settings.per_token:
         return
-    world, inputs = state.world, state.inputs
+    found = SpooledTokens(ledgers, own, rank)
+    if found.missing_W.any():
+        raise ValueError(
+            f"per_token: {', '.join(map(str, ledgers))}: {int(found.missing_W.sum())} windows are recorded"
+            " without their tokens; run again, which scores them anew"
+        )
     tokens.write(
-        Path(state.settings.output_dir),
-        SpooledTokens(ledger.folder, world.rank, ledger.own()),
-        inputs.plan,
-        inputs.data,
+        output_dir,
+        found,
+        plan,
+        data,
         partial(token_texts, inputs.encoder),
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=rank,
+        world_size=world_size,
         add_over_ranks=add_over_ranks,
     )

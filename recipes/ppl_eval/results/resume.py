@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.protocols.base import BoolArray
-from ppl_eval.protocols.plan import Plan
 from ppl_eval.results.baseline import leaves
 from ppl_eval.results.ledger import FOLDER, PLAN_FILE, Ledger, has_records, plan_key, read_ledger
+from ppl_eval.results.token_spool import SpooledTokens
+from ppl_eval.run.state import RunState
 
 _WINDOWS_AT_ONCE = 1 << 20
 _SHOWN = 8
@@ -49,12 +50,12 @@ def check(output_dir: Path, facts: Mapping[str, Any], resume: str) -> str | None
     key = plan_key(facts)
     others = [folder for folder in folders if folder.name != key]
     if others:
-        found = _read_facts(others[0])
+        found = read_facts(others[0])
         raise ValueError(
             f"output_dir {output_dir} holds an unfinished run of another evaluation: its key is"
-            f" {others[0].name}, this run's is {key}. What differs:\n{_differences(facts, found)}\nGo on with"
-            " that one by its own settings, use resume=never to start over (its records are kept aside), or"
-            " give this run another output_dir"
+            f" {others[0].name}, this run's is {key}. What differs:\n{describe_differences(facts, found)}\n"
+            "Go on with that one by its own settings, use resume=never to start over (its records are kept"
+            " aside), or give this run another output_dir"
         )
     return None
 
@@ -73,7 +74,8 @@ def _keep_aside(output_dir: Path, folders: list[Path]) -> str | None:
     return f"resume=never: records of unfinished runs ({keys}) were kept aside in {output_dir / 'previous'}"
 
 
-def _read_facts(folder: Path) -> dict[str, Any]:
+def read_facts(folder: Path) -> dict[str, Any]:
+    """Return the facts of a plan's folder; none where they cannot be read."""
     try:
         found = json.loads((folder / PLAN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -81,7 +83,8 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def describe_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Return a line for each of the first facts that differ, nested ones by dotted name; "" for none."""
     here, there = leaves(json.loads(json.dumps(ours)), ""), leaves(theirs, "")
     lines = [
         f"  {name.lstrip('.')}: {here.get(name, 'absent')} here, {there.get(name, 'absent')} there"
@@ -92,23 +95,25 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     return "\n".join(lines[:_SHOWN] + more)
 
 
-def take_over(ledger: Ledger, plan: Plan, world: World, device: torch.device) -> BoolArray:
+def take_over(ledger: Ledger, state: RunState, world: World) -> BoolArray:
     """Find the batches that earlier runs finished, and share out their records; all ranks must call it.
 
     Args:
         ledger: of this rank, before its first record; its ``resumed`` is set.
-        plan: the plan.
-        world: the processes.
-        device: where the process group wants tensors.
+        state: the run.
+        world: its processes.
 
     Returns:
         Whether each batch is done; bool [num_batches].
     """
+    plan, device = state.inputs.plan, state.device
     records = ledger.resumed
     if world.local_rank == 0:
         records = read_ledger(ledger.folder, ledger.num_buckets)
-        inside = (records["window_id"] >= 0) & (records["window_id"] < plan.num_windows)
-        records = records[inside]
+        first_window, last_window = state.share.windows
+        records = records[slice(*np.searchsorted(records["window_id"], [first_window, last_window]))]
+        if state.settings.per_token:
+            records = records[~SpooledTokens([ledger.folder], records).missing_W]
     done = np.zeros(plan.num_batches, dtype=np.bool_)
     mine = []
     # Whole batches at a time.
@@ -146,10 +151,3 @@ def require(resume: str, done: BoolArray, output_dir: Path) -> None:
             f"resume is 'require', and there is nothing to go on from: no finished batch of this evaluation"
             f" in {output_dir / FOLDER}; use resume=auto to start from the beginning"
         )
-
-
-def note(done: BoolArray, plan: Plan) -> str | None:
-    """Return the line that says how much earlier runs had done; None if that is nothing."""
-    if not done.any():
-        return None
-    return f"resumed: {int(done.sum()):,} of {plan.num_batches:,} batches were scored by earlier runs"

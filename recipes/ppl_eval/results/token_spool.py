@@ -8,6 +8,7 @@ top_token (int32). A batch is one write, made before the ledger has its windows:
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import numpy.typing as npt
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from ppl_eval.metrics.totals import WindowScores
-from ppl_eval.protocols.base import IntArray
+from ppl_eval.metrics.window_records import Records
+from ppl_eval.protocols.base import BoolArray, IntArray
 from ppl_eval.protocols.batches import Batch
 from ppl_eval.protocols.plan import Plan
-from ppl_eval.results.ledger import Records
 
 RECORD = np.dtype(
     {
@@ -82,32 +83,29 @@ class SpooledTokens:
     """Finds the tokens of windows in the spools of this host.
 
     Args:
-        folder: the ledger's folder of the plan.
-        rank: this rank, whose own spool is looked through first.
+        folders: the ledgers' folders of the plan: one, or one a part.
         own: the windows that this rank answers for, ordered (``Ledger.own``).
-
-    Raises:
-        ValueError: if the tokens of one of them are not here.
+        rank: this rank, whose own spool is looked through first.
     """
 
-    def __init__(self, folder: Path, rank: int, own: Records) -> None:
+    def __init__(self, folders: Sequence[Path], own: Records, rank: int = 0) -> None:
         self.window_W: IntArray = own["window_id"]
         self.num_tokens_W: IntArray = own["num_tokens"]
         self._files: list[npt.NDArray[Any]] = []
         self._file_W = np.full(len(own), -1)
         self._start_W = np.zeros(len(own), dtype=np.int64)
-        mine = folder / f"tokens-{rank}.bin"
-        for path in [mine, *sorted(set(folder.glob("tokens-*.bin")) - {mine})]:
-            missing_W = (self._file_W < 0) & (self.num_tokens_W > 0)
-            if not missing_W.any():
+        mine = f"tokens-{rank}.bin"
+        paths = [path for folder in folders for path in sorted(folder.glob("tokens-*.bin"))]
+        for path in sorted(paths, key=lambda path: path.name != mine):
+            if not self.missing_W.any():
                 return
-            if path.is_file() and os.path.getsize(path) >= RECORD.itemsize:
+            if os.path.getsize(path) >= RECORD.itemsize:
                 self._look_through(path)
-        if ((self._file_W < 0) & (self.num_tokens_W > 0)).any():
-            raise ValueError(
-                f"per_token: {folder} has windows of an earlier run without their tokens; remove that folder"
-                " and run again"
-            )
+
+    @property
+    def missing_W(self) -> BoolArray:
+        """Whether the tokens of each window are nowhere here."""
+        return (self._file_W < 0) & (self.num_tokens_W > 0)
 
     def _look_through(self, path: Path) -> None:
         records = np.memmap(path, dtype=RECORD, mode="r", shape=(os.path.getsize(path) // RECORD.itemsize,))

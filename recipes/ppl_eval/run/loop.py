@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
 from ppl_eval.config import activity
@@ -39,10 +38,9 @@ class RankSums:
 def batches_of_rank(state: RunState) -> tuple[int, Iterable[Batch]]:
     """Return how many batches this rank scores, and the batches, made when asked for."""
     inputs, dims = state.inputs, state.dims
-    left: Sequence[int] = range(inputs.plan.num_batches)
+    left: Sequence[int] = state.share.batches
     if state.num_done:
-        assert state.done is not None
-        left = np.flatnonzero(~state.done).tolist()
+        left = [batch for batch in left if not state.done[batch]]
     # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
     indices = batches_of(dims.dp_rank(state.world.rank), dims.dp_degree, left, equal_steps=dims.dp_shard > 1)
     batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
@@ -110,10 +108,11 @@ def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: Ad
     accumulator.add(resumed)
     if dims.is_counted(rank):
         totals.expected_hash_sums = expected_hash_sums(
-            inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree
+            inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree, state.share.windows
         )
     begin = time.monotonic()
     accumulator.reduce(add_over_ranks)
     seconds = time.monotonic() - begin
-    accumulator.check_coverage(inputs.expected_tokens, inputs.plan.num_windows)
+    first, last = state.share.windows
+    accumulator.check_coverage(state.share.expected_tokens, last - first)
     return Scored(accumulator, tokens_here, sums.seconds, seconds)

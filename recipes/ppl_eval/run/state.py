@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from datetime import datetime
 
+import numpy as np
 import torch
 
 from ppl_eval.checkpoints.load import LoadedCheckpoint
@@ -12,8 +13,11 @@ from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.protocols.base import BoolArray
 from ppl_eval.run.inputs import Inputs
+from ppl_eval.run.share import Share
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.load import BuiltModel
+
+NOTHING_DONE: BoolArray = np.zeros(0, dtype=np.bool_)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class RunState:
         weights_hash: what all ranks loaded (``weights.agree_on_weights``).
         load_seconds: how long loading took.
         started: when the run started; UTC.
-        done: whether earlier runs scored each batch; bool [num_batches].
+        share: the batches that the run scores.
+        done: whether earlier runs scored each batch of the plan; bool [num_batches], or ``NOTHING_DONE``.
     """
 
     settings: Settings
@@ -65,7 +70,8 @@ class RunState:
     weights_hash: str
     load_seconds: float
     started: datetime
-    done: BoolArray | None = None
+    share: Share
+    done: BoolArray
 
     @property
     def concurrent_batches(self) -> int:
@@ -88,8 +94,8 @@ class RunState:
 
     @property
     def num_done(self) -> int:
-        """Batches that earlier runs scored."""
-        return 0 if self.done is None else int(self.done.sum())
+        """Batches of the share that earlier runs scored."""
+        return int(self.done[self.share.batches.start : self.share.batches.stop].sum())
 
 
 @dataclass(frozen=True)
