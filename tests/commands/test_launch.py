@@ -1,7 +1,12 @@
 """`ppl-eval launch`: the command and the rendezvous it sets, and what it refuses before anyone waits."""
 
+import errno
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,24 +14,33 @@ import pytest
 from helpers.readme import two_node_lines
 from helpers.runs import PPL_EVAL, TORCHRUN, result_of, run
 from helpers.tiny import write_config
+from helpers.two_hosts import wait_for
 from ppl_eval.commands import cli, launch
+from ppl_eval.distributed.outcome import EXIT_BAD_INPUT
+
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 CONFIG = ["--config", "smollm2/135M_ppl", "batch_size=4"]
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """What `launch` would become: argv and environment."""
+    """What `launch` would start: argv and environment."""
     calls = []
-    monkeypatch.setattr(os, "execve", lambda path, argv, env: calls.append((argv, env)))
+    monkeypatch.setattr(cli, "start", lambda launch: calls.append((launch.command, launch.environment)))
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
     return calls
 
 
+def launch_here(*arguments):
+    with pytest.raises(SystemExit):
+        cli.main(["launch", *arguments])
+
+
 def test_two_nodes_are_the_lines_of_the_readme(started):
     rendezvous = ["--rdzv_endpoint", "node0:29500", "--rdzv_id", "ppl-1"]
-    cli.main(["launch", "--nnodes", "2", "--nproc_per_node", "8", *rendezvous, "--", *CONFIG])
+    launch_here("--nnodes", "2", "--nproc_per_node", "8", *rendezvous, "--", *CONFIG)
     ((argv, env),) = started
     exports, line = two_node_lines()
     assert {name: env[name] for name in exports} == exports
@@ -38,7 +52,7 @@ def test_two_nodes_are_the_lines_of_the_readme(started):
 
 
 def test_one_node_needs_no_rendezvous(started):
-    cli.main(["launch", "--nproc_per_node", "gpu", "--", *CONFIG])
+    launch_here("--nproc_per_node", "gpu", "--", *CONFIG)
     ((argv, env),) = started
     module = ["-m", "ppl_eval.commands.one_host"]
     assert argv[1:] == [*module, "--nproc_per_node", "gpu", "distributed_ppl_eval", *CONFIG]
@@ -47,7 +61,7 @@ def test_one_node_needs_no_rendezvous(started):
 
 def test_endpoint_may_come_from_the_environment(started, monkeypatch):
     monkeypatch.setenv(launch.ENDPOINT, "node7:1234")
-    cli.main(["launch", "--nnodes", "2", "--", *CONFIG])
+    launch_here("--nnodes", "2", "--", *CONFIG)
     assert started[0][1]["PET_RDZV_ENDPOINT"] == "node7:1234"
 
 
@@ -88,3 +102,40 @@ def test_one_host_listens_on_loopback_only(tiny, tmp_path, private_home):
     done = run(*command, env=env | {"PPL_EVAL_HOME": str(tmp_path / "other")})
     assert done.code == 0, done.output
     assert "::" in json.loads(seen.read_text())
+
+
+def test_the_recipe_s_exit_code_and_the_cause_come_last(tiny, tmp_path, private_home):
+    config = write_config(tmp_path / "config.yaml", tiny.folder, tiny.text)
+    job = ["--nproc_per_node", "2", "--", "--config", str(config), "baseline=/no/such.json"]
+    done = run(PPL_EVAL, "launch", *job)
+    assert done.code == EXIT_BAD_INPUT, done.output
+    assert (
+        done.output.splitlines()[-1]
+        == f"error: rank 0 on {socket.gethostname()}: baseline: cannot read /no/such.json: {os.strerror(errno.ENOENT)}"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_signals_reach_the_ranks_and_the_exit_code_names_them(tiny, tmp_path, private_home, number):
+    held, go = tmp_path / "held", tmp_path / "go"
+    config = write_config(tmp_path / "config.yaml", tiny.folder, tiny.text)
+    # A rank that is held sits in a pipe's read, where Python runs no handler.
+    env = {"HOLD_AFTER": "2", "HELD": str(held), "GO": str(go), "PYTHONPATH": str(HELPERS)}
+    command = [PPL_EVAL, "launch", "--nproc_per_node", "2", "--", "--config", str(config)]
+    launcher = launch.prepare(1, "2", None, "ppl_eval", command[5:])
+    held_run = [word if word != "distributed_ppl_eval" else "held_run" for word in launcher.command]
+    start = (
+        "import sys; from ppl_eval.commands.launch import Launch, start; sys.exit(start(Launch({}, {}, 60)))"
+    )
+    script = start.format(held_run, launcher.environment)
+    with open(tmp_path / "output", "w+") as output:
+        running = subprocess.Popen(
+            [sys.executable, "-c", script], env={**os.environ, **env}, stdout=output, stderr=output
+        )
+        wait_for([Path(f"{held}.{rank}") for rank in range(2)], [])
+        running.send_signal(number)
+        assert running.wait(60) == 128 + number
+        output.seek(0)
+        last = output.read().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert number.name in last

@@ -104,15 +104,14 @@ def _cp(arguments: argparse.Namespace) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> None:
-    start(
-        *prepare(
-            arguments.nnodes,
-            arguments.nproc_per_node,
-            arguments.rdzv_endpoint,
-            arguments.rdzv_id,
-            arguments.recipe_arguments,
-        )
+    launch = prepare(
+        arguments.nnodes,
+        arguments.nproc_per_node,
+        arguments.rdzv_endpoint,
+        arguments.rdzv_id,
+        arguments.recipe_arguments,
     )
+    sys.exit(start(launch))
 
 
 def _fetch(arguments: argparse.Namespace) -> None:

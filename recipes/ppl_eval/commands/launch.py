@@ -4,21 +4,43 @@
 a rendezvous of its own on each.
 """
 
+import ctypes
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from ppl_eval.config.settings import read_settings
+from ppl_eval.distributed.outcome import ERROR_FILE, EXIT_SIGNAL, Failure, print_error, read_cause
 
 ENDPOINT = "PET_RDZV_ENDPOINT"
 _LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 
 
+class Launch(NamedTuple):
+    """How to start the processes of a node.
+
+    Attributes:
+        command: the launcher's, with the recipe's arguments.
+        environment: variables that it needs.
+        timeout_seconds: the recipe's.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    timeout_seconds: float
+
+
 def prepare(
     nnodes: int, nproc_per_node: str, rdzv_endpoint: str | None, rdzv_id: str, recipe_arguments: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts this node's processes, and the environment variables that it needs.
+) -> Launch:
+    """Return how to start this node's processes.
 
     Processes of one host find each other over loopback, where nobody else can reach them.
 
@@ -32,7 +54,7 @@ def prepare(
     Raises:
         ValueError: if the nodes could not find each other, or the config is wrong: before anyone waits.
     """
-    read_settings(recipe_arguments)
+    settings = read_settings(recipe_arguments)
     # Of the working directory's modules none is to be taken for Python's, as `python -m` would.
     environment = {"PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "ppl_eval.commands.one_host"]
@@ -60,10 +82,71 @@ def prepare(
     elif sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command += ["--nproc_per_node", nproc_per_node]
-    return [*command, "distributed_ppl_eval", *recipe_arguments], environment
+    command += ["distributed_ppl_eval", *recipe_arguments]
+    return Launch(command, environment, settings.timeout_seconds)
 
 
-def start(command: list[str], environment: dict[str, str]) -> None:
-    """Become the command; does not return."""
+def start(launch: Launch) -> int:
+    """Run the launcher, hand it the signals that come, and print the cause of a failure last.
+
+    torchrun prints the cause above a page of its own words, and has one exit code for all of them.
+
+    Returns:
+        The exit code: the recipe's, or 128 and the signal's number.
+
+    Raises:
+        ValueError: if the rendezvous endpoint cannot be used.
+    """
+    if endpoint := launch.environment.get(ENDPOINT):
+        # Torch, and seconds of imports, are for several nodes only.
+        from ppl_eval.distributed.store import check_endpoint
+
+        host, _, port = endpoint.rpartition(":")
+        check_endpoint(host.strip("[]"), int(port), timedelta(seconds=launch.timeout_seconds))
     sys.stdout.flush()
-    os.execve(command[0], command, {**os.environ, **environment})
+    with tempfile.TemporaryDirectory(prefix="ppl_eval_launch_") as folder:
+        cause = Path(folder) / "cause.json"
+        # A process group of its own: a terminal's signals come here alone, and are handed on once.
+        child = subprocess.Popen(
+            launch.command,
+            env={**os.environ, **launch.environment, ERROR_FILE: str(cause)},
+            process_group=0,
+            preexec_fn=_end_with_parent,
+        )
+        handed_on = _hand_on_signals(child)
+        code = child.wait()
+        failure = read_cause(cause)
+    if code == 0:
+        return 0
+    if handed_on:
+        failure = failure or Failure(
+            f"stopped by {handed_on[0].name}; finished windows are recorded, the same command goes on from"
+            " there",
+            EXIT_SIGNAL + handed_on[0],
+        )
+    failure = failure or Failure(
+        f"the launcher ended with exit code {code} before a process could say why; its messages are above"
+    )
+    print_error(failure.message)
+    return failure.code
+
+
+def _hand_on_signals(child: "subprocess.Popen[bytes]") -> list[signal.Signals]:
+    handed_on: list[signal.Signals] = []
+
+    def hand_on(number: int, _: object) -> None:
+        handed_on.append(signal.Signals(number))
+        with suppress(ProcessLookupError):
+            child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, hand_on)
+    return handed_on
+
+
+def _end_with_parent() -> None:
+    # Whoever kills this command means the run.
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -12,7 +12,7 @@ EXIT_BAD_INPUT = 2
 EXIT_SIGNAL = 128  # Plus the number of the signal that ended the run.
 
 # torchrun gives every process a file of its own, and takes the cause of a failure from it.
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE = "TORCHELASTICERROR_FILE"
 
 
 class Stop(Exception):
@@ -44,7 +44,7 @@ def print_error(message: str) -> None:
 
 def record_cause(failure: Failure) -> None:
     """Leave the cause to torchrun, which shows it at the end of its output; without torchrun, do nothing."""
-    path = os.environ.get(_ERROR_FILE)
+    path = os.environ.get(ERROR_FILE)
     if not path or os.path.exists(path):
         return
     text = f"error: {failure.message}"

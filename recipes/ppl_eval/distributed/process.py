@@ -14,7 +14,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ppl_eval.config import activity
-from ppl_eval.distributed.outcome import EXIT_FAILED, Failure, Stop
+from ppl_eval.distributed.outcome import Failure, Stop, print_error, record_cause
+from ppl_eval.distributed.store import open_store
 
 # Key of the store under which the first failure stands.
 ABORT = "abort"
@@ -182,14 +183,13 @@ def _connect_store(timeout: timedelta, host: str) -> dist.Store:
     # torchrun's agent keeps the store; without one, rank 0 does.
     is_master = env["RANK"] == "0" and env.get(AGENT_STORE) != "True"
     try:
-        # Not waiting for the others here: `agree` does, and can say who is missing.
-        store = dist.TCPStore(address, int(port), None, is_master, timeout, wait_for_workers=False)
-    except (ValueError, RuntimeError) as error:
-        print(
-            f"\nerror: rank {env['RANK']} on {host} cannot reach the rendezvous store at {address}:{port}"
-            f" (MASTER_ADDR:MASTER_PORT): {error}",
-            file=sys.stderr,
+        store = open_store(address, int(port), is_master=is_master, timeout=timeout)
+    except ValueError as error:
+        failure = Failure(
+            f"rank {env['RANK']} on {host} has no rendezvous store (MASTER_ADDR:MASTER_PORT): {error}"
         )
-        raise Stop(EXIT_FAILED) from error
+        print_error(failure.message)
+        record_cause(failure)
+        raise Stop(failure.code) from error
     # A restarted run must not read what the failed one wrote.
     return dist.PrefixStore(f"ppl_eval/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

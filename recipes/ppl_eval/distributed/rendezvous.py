@@ -199,7 +199,11 @@ def meet(process: Process, work: Callable[[], T], facts: Callable[[T], Mapping[s
     while not wait_for(process, f"{_FIRST_PHASE}/verdict", "the verdict of rank 0", patience):
         # Rank 0 waits as long for the slowest, and starts to wait when it comes.
         if not store.check(keys[:1]):
-            raise ValueError(f"rank 0 did not come within timeout_seconds; {process.where} waited for it")
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ValueError(
+                f"rank 0 did not come within timeout_seconds; {process.where} waited for it at the store"
+                f" {address} (MASTER_ADDR:MASTER_PORT)"
+            )
     _obey_verdict(process, _FIRST_PHASE)
     nodes = tuple(Node(*node) for node in json.loads(store.get(_NODES)))
     return World(**vars(process), nodes=nodes), value
