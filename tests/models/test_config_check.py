@@ -188,6 +188,11 @@ def test_builders_with_lora_layers_are_refused_with_the_plain_one(prefix):
     [
         ({"type": "linear", "factor": 4.0}, "rope_type: linear, factor: 4.0"),
         (
+            {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "factor": 2.0}
+            | {"original_max_position_embeddings": 4096},
+            "rope_type: longrope",
+        ),
+        (
             {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             | {"original_max_position_embeddings": 4096},
             "original_max_position_embeddings: 4096",

@@ -183,7 +183,8 @@ def _check_fit(weights: LazyStateDict, pairs: Mapping[str, Pair], path: Path) ->
         if "output.weight" in absent and "tok_embeddings.weight" in weights:
             lines.append(
                 "  hint: the adapter updates lm_head, and the checkpoint's head is its embedding: PEFT"
-                " updates the head alone: save the merged model with tie_word_embeddings=False instead"
+                " updates the head alone, so save the merged model with tie_word_embeddings=False and"
+                " score that"
             )
         raise ValueError(f"the adapter {path} does not fit the checkpoint:\n" + "\n".join(lines))
 

@@ -171,7 +171,7 @@ def _brief(value: Any) -> str:
 
 def _remedy(key: str, value: Any, builder: str, config: HFConfig) -> str:
     parameters = inspect.signature(_get_component_from_path(builder)).parameters
-    if key == "rope_scaling" and not _torchtune_scales(value):
+    if key == "rope_scaling" and not _torchtune_scales(value, config):
         return (
             f"torchtune 0.6.1 cannot build a model with RoPE scaled by {_brief(value)}, whatever the section:"
             " score this checkpoint with transformers or llama.cpp"
@@ -196,14 +196,14 @@ def _remedy(key: str, value: Any, builder: str, config: HFConfig) -> str:
     )
 
 
-def _torchtune_scales(scaling: Mapping[str, Any]) -> bool:
-    """Return whether some builder computes it: Llama 3's has its other constants written into it."""
+def _torchtune_scales(scaling: Mapping[str, Any], config: HFConfig) -> bool:
+    """Return whether a builder computes it; Llama 3's has all but the factor written into it."""
     kind = scaling["rope_type"]
     constants = (1.0, 4.0, 8192)
     keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return kind in ("default", "longrope") or (
-        kind == "llama3" and tuple(scaling[key] for key in keys) == constants
-    )
+    if kind == "llama3":
+        return tuple(scaling[key] for key in keys) == constants
+    return kind == "default" or (kind == "longrope" and config["model_type"] == "phi3")
 
 
 def model_section(config: HFConfig) -> str:
