@@ -54,7 +54,7 @@ def _sets(root: Path, levels: int) -> Iterator[tuple[str, Path]]:
             yield _name(place), place
         elif place.is_file():
             raise ValueError(
-                f"dataset.levels is 2, but {place} is a file, not the folder of a set; use levels=1 or move it"
+                f"dataset.levels is 2, but {place} is a file, not the folder of a set; use levels=1"
             )
         else:
             yield from ((f"{place.name}/{_name(inner)}", inner) for inner in _entries(place))
