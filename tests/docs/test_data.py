@@ -28,6 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     (folder / "corpus").mkdir()
     (folder / "tables").mkdir()
+    (folder / "sets" / "flores").mkdir(parents=True)
+    (folder / "sets" / "flores" / "deu_Latn.devtest").write_text("the first\nthe second\n")
+    (folder / "sets" / "flores" / "eng_Latn.devtest").write_text("the third\n")
     (folder / "corpus" / "a.txt").write_text("the first\n")
     (folder / "corpus" / "b.txt").write_text("the second\n")
     rows = [{"text": "one", "kind": "x"}, {"text": "two", "kind": "y"}]

@@ -8,6 +8,7 @@ import numpy as np
 from ppl_eval.data.token_data import TokenData
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.denominators import CoveredText
+from ppl_eval.metrics.groups import Domain, bits_per_byte_uncertainty, suite_figures
 from ppl_eval.metrics.standard_error import Blocks
 from ppl_eval.metrics.totals import Totals
 from ppl_eval.protocols.base import Protocol, exp_or_infinity
@@ -102,6 +103,7 @@ def all_figures(
         return {
             **figures(part.totals, num_bytes, num_words),
             **uncertainty(part.totals, part.blocks),
+            **bits_per_byte_uncertainty(part.blocks, part.totals.num_tokens, num_bytes),
             **protocol_figures(protocol, part.totals, num_words),
         }
 
@@ -116,6 +118,8 @@ def all_figures(
         losses = [part["ce_loss"] for part in found["domains"].values() if part["ce_loss"] is not None]
         found["macro_ce_loss"] = math.fsum(losses) / len(losses) if losses else None
         found["macro_perplexity"] = _exp(found["macro_ce_loss"])
+        sizes = {name: part["num_bytes"] for name, part in found["domains"].items()}
+        found |= suite_figures({name: Domain(sums.domains[name], size) for name, size in sizes.items()})
     if sums.positions:
         found["positions"] = [
             {

@@ -15,6 +15,7 @@ freedom. Where whole documents resemble each other, or one stream has only a few
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from statistics import NormalDist
 
@@ -105,6 +106,16 @@ class Blocks:
         if stderr is None or self.num_blocks < FEWEST_BLOCKS:
             return None
         return student_t(0.975, self.num_blocks - 1) * stderr
+
+
+def joined(parts: Sequence[Blocks]) -> Blocks:
+    """Return the blocks of several sets of documents as those of one set."""
+    whole = Blocks(0, np.zeros(0, dtype=np.int64))
+    kinds = sorted({blocks.kind for blocks in parts if blocks.num_blocks})
+    whole.kind = " and ".join(kinds) or whole.kind
+    whole.nll_fixed = [nll for blocks in parts for nll in blocks.nll_fixed]
+    whole.num_tokens = [n for blocks in parts for n in blocks.num_tokens]
+    return whole
 
 
 def student_t(probability: float, degrees: int) -> float:

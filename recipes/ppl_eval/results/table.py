@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppl_eval.results.domain_table import domain_lines
+
 SCHEMA = 1
 
 
@@ -72,6 +74,7 @@ def table(result: Mapping[str, Any], *, with_memory: bool = False) -> str:
     rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+    lines += [f"  {line}" for line in domain_lines(result)]
     lines += [f"  note: {note}" for note in result["notes"]]
     rule = "-" * min(100, max(len(line) for line in lines))
     return "\n".join([rule, *lines, rule])
