@@ -46,7 +46,7 @@ def test_a_store_that_nobody_keeps_is_named():
 
 
 def test_an_unknown_host_is_named(capsys):
-    with pytest.raises(ValueError, match="endpoint no-such-host.invalid:29500 cannot be reached"):
+    with pytest.raises(ValueError, match=r"endpoint no-such-host\.invalid:29500 cannot be reached"):
         check_endpoint("no-such-host.invalid", 29500, SECOND)
     assert "trying again" in capsys.readouterr().out
 
