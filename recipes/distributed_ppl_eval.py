@@ -19,26 +19,23 @@ if __name__ == "__main__":
     if sys.path[0] in ("", os.getcwd()) and os.getcwd() != os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]
 
-import gc
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval.config import activity
 from ppl_eval.config.files import keep_to_owner
+from ppl_eval.config.interpreter import long_lived_objects, quieten_libraries
 from ppl_eval.config.own_code import guard_working_directory
 from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
 from ppl_eval.distributed.outcome import Failure, Stop, record_cause
-from ppl_eval.distributed.process import connect, launch_notes
+from ppl_eval.distributed.process import connect
 from ppl_eval.distributed.rendezvous import World, environment_facts, meet
 
 # torch models, torchtune and data libraries are imported in `setup`: a typing mistake in a config must show
@@ -87,6 +84,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.config import environment
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
+        from ppl_eval.results import continuation
         from ppl_eval.run.facts import input_facts
         from ppl_eval.run.share import share_of
         from ppl_eval.run.state import NOTHING_DONE, RunState
@@ -112,7 +110,7 @@ class DistributedPPLEvalRecipe:
             )
             self._mesh = dims.build_mesh(device.type)
             process_group.check_groups(self._add_over_ranks, self._mesh, world.rank)
-        self._baseline = world.agree("output", self._prepare_output)
+        self._baseline = world.agree("output", lambda: continuation.prepare(settings, world, self._resources))
         decoder, source = world.agree(
             "inputs",
             lambda: self._read(dtype),
@@ -134,52 +132,11 @@ class DistributedPPLEvalRecipe:
         weights_hash = agree_on_weights(world, model.weights, device)
         share = share_of(settings.part, source.inputs)
         timed = (load_seconds, self._started)
-        self.state = RunState(
+        state = RunState(
             settings, world, device, dims, source, model, weights_hash, *timed, share, NOTHING_DONE
         )
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
-        self._open_ledger()
-
-    def _prepare_output(self) -> Mapping[str, Any] | None:
-        """Read the baseline, and keep other runs out of the output folder; rank 0 does."""
-        from ppl_eval.results import baseline, ledger
-
-        if self.world.rank:
-            return None
-        other = baseline.prepare(self.settings)
-        self._resources.callback(ledger.lock_output_dir(Path(self.settings.output_dir)).release)
-        return other
-
-    def _open_ledger(self) -> None:
-        """Let files of other evaluations make room, and find what earlier runs of this one have scored."""
-        from ppl_eval.results import ledger, previous, resume
-        from ppl_eval.run.facts import plan_facts
-
-        state, settings, world = self.state, self.settings, self.world
-        output_dir, facts = Path(settings.output_dir), plan_facts(self.state)
-
-        def make_room() -> list[str | None]:
-            kept = resume.check(output_dir, facts, settings.resume) if world.local_rank == 0 else None
-            key = ledger.plan_key(facts)
-            moved = previous.set_aside(output_dir, key, settings.baseline) if world.rank == 0 else None
-            return [kept, moved]
-
-        for line in world.agree("previous", make_room):
-            if line:
-                self._log.info(line)
-        self._ledger = world.agree(
-            "ledger",
-            lambda: ledger.open_ledger(output_dir, facts, world.rank, settings.position_buckets or 0),
-        )
-        self._resources.callback(self._ledger.close)
-        done = resume.take_over(self._ledger, state, world)
-        world.agree("resume", lambda: resume.require(settings.resume, done, output_dir))
-        self.state = replace(state, done=done)
-        if done.any():
-            num_batches = len(state.share.batches)
-            self._log_rank_zero(
-                f"resumed: {self.state.num_done:,} of {num_batches:,} batches were scored by earlier runs"
-            )
+        self.state, self._ledger = continuation.open_ledger(state, self._resources, self._log.info)
 
     def load_checkpoint(self, **_: Any) -> None:
         """Open the checkpoint; weights are read later, one by one."""
@@ -254,36 +211,10 @@ class DistributedPPLEvalRecipe:
         self._resources.close()
 
     def _read(self, dtype: torch.dtype) -> tuple[Any, Source]:
-        """Open the checkpoint, build its model without weights, and read the text."""
-        from ppl_eval.config.environment import choose_seed
-        from ppl_eval.run.inputs import read_inputs
-        from ppl_eval.run.state import Source
-        from ppl_eval.scoring import load
+        from ppl_eval.run.reading import read_source
 
-        settings = self.settings
-        begin = time.monotonic()
         self.load_checkpoint()
-        checkpoint = self.checkpoint
-        seed, seed_note = choose_seed(settings.seed, checkpoint.recipe_state, settings.seed_check)
-        decoder = load.build_on_meta(settings, dtype)
-        verdict, model_notes = load.match_family(decoder, checkpoint, settings)
-        inputs = read_inputs(settings, self.world)
-        fit_notes = load.check_fit(
-            decoder, inputs.protocol.max_seq_len, inputs.data, inputs.encoder, inputs.prefix_token
-        )
-        launched = launch_notes(os.environ, len(self.world.nodes), self.world.world_size)
-        for note in launched:
-            self._log_rank_zero(f"note: {note}")
-        seed_notes = [seed_note] if seed_note else []
-        notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes, *fit_notes)
-        self._log_rank_zero(
-            f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
-            f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
-            f" {inputs.expected_tokens:,} tokens to score"
-        )
-        return decoder, Source(
-            checkpoint, verdict, inputs, seed, notes, tuple(model_notes), time.monotonic() - begin
-        )
+        return read_source(self.settings, self.world, self.checkpoint, dtype, self._log_rank_zero)
 
     def _load_model(
         self, decoder: Any, source: Source, device: torch.device, dtype: torch.dtype, dims: Any
@@ -315,32 +246,10 @@ if TYPE_CHECKING:
     )
 
 
-def _quieten_libraries() -> None:
-    # Printed once per process by libraries about their own insides; nothing that a person can act on.
-    for message in (
-        "'set_vital' is deprecated",
-        "Mismatch dtype between input and weight: input dtype = float",
-    ):
-        warnings.filterwarnings("ignore", message=message)
-
-
-@contextmanager
-def _long_lived_objects() -> Iterator[None]:
-    # Imports and models make a million objects that live to the end. Looking through them for garbage, again
-    # and again and once more at exit, takes a second and a half and finds none.
-    gc.unfreeze()  # What an earlier run in this process left is garbage by now.
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def run(argv: Sequence[str]) -> int:
     """Run the recipe with these arguments; return the exit code."""
     activity.begin()
-    _quieten_libraries()
+    quieten_libraries()
     keep_to_owner()
     problem: ValueError | None = None
     settings: Settings | None = None
@@ -361,7 +270,7 @@ def run(argv: Sequence[str]) -> int:
         watch.observe(world)
         recipe = DistributedPPLEvalRecipe(settled, world)
         resources.callback(recipe.cleanup)
-        with _long_lived_objects():
+        with long_lived_objects():
             recipe.setup()
         recipe.evaluate()
         recipe.save_checkpoint()

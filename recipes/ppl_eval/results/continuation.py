@@ -1,0 +1,67 @@
+"""What a run finds in its output folder: other evaluations make room, earlier runs of its own are continued."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ppl_eval.config.settings import Settings
+from ppl_eval.distributed.rendezvous import World
+from ppl_eval.results import baseline, ledger, previous, resume
+from ppl_eval.results.ledger import Ledger
+from ppl_eval.run.facts import plan_facts
+from ppl_eval.run.state import RunState
+
+
+def prepare(settings: Settings, world: World, resources: ExitStack) -> Mapping[str, Any] | None:
+    """Read the baseline, and keep other runs out of the output folder; rank 0 does.
+
+    Raises:
+        ValueError: if the baseline cannot be read, or the folder cannot be written or is in use.
+    """
+    if world.rank:
+        return None
+    other = baseline.prepare(settings)
+    resources.callback(ledger.lock_output_dir(Path(settings.output_dir)).release)
+    return other
+
+
+def open_ledger(state: RunState, resources: ExitStack, say: Callable[[str], None]) -> tuple[RunState, Ledger]:
+    """Let files of other evaluations make room, and find what earlier runs of this one have scored.
+
+    Args:
+        state: the run.
+        resources: gets what must be closed.
+        say: shows a line to the person.
+
+    Returns:
+        The run with what is done, and its ledger.
+
+    Raises:
+        ValueError: if ``resume`` does not allow what is there.
+    """
+    settings, world = state.settings, state.world
+    output_dir, facts = Path(settings.output_dir), plan_facts(state)
+
+    def make_room() -> list[str | None]:
+        kept = resume.check(output_dir, facts, settings.resume) if world.local_rank == 0 else None
+        key = ledger.plan_key(facts)
+        moved = previous.set_aside(output_dir, key, settings.baseline) if world.rank == 0 else None
+        return [kept, moved]
+
+    for line in world.agree("previous", make_room):
+        if line:
+            say(line)
+    opened = world.agree(
+        "ledger",
+        lambda: ledger.open_ledger(output_dir, facts, world.rank, settings.position_buckets or 0),
+    )
+    resources.callback(opened.close)
+    done = resume.take_over(opened, state, world)
+    world.agree("resume", lambda: resume.require(settings.resume, done, output_dir))
+    state = replace(state, done=done)
+    if done.any() and world.rank == 0:
+        num_batches = len(state.share.batches)
+        say(f"resumed: {state.num_done:,} of {num_batches:,} batches were scored by earlier runs")
+    return state, opened

@@ -1,0 +1,58 @@
+"""Reading a run's source: the model that the checkpoint describes, without weights, and the text."""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from torchtune.modules import TransformerDecoder
+
+from ppl_eval.checkpoints.load import LoadedCheckpoint
+from ppl_eval.config.environment import choose_seed
+from ppl_eval.config.settings import Settings
+from ppl_eval.distributed.process import launch_notes
+from ppl_eval.distributed.rendezvous import World
+from ppl_eval.run.inputs import read_inputs
+from ppl_eval.run.state import Source
+from ppl_eval.scoring import load
+
+
+def read_source(
+    settings: Settings,
+    world: World,
+    checkpoint: LoadedCheckpoint,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+) -> tuple[TransformerDecoder, Source]:
+    """Build the checkpoint's model on the meta device, and read the text.
+
+    Args:
+        settings: the checked config.
+        world: the processes; texts are tokenised by one of each node.
+        checkpoint: the opened checkpoint.
+        dtype: of weights and activations.
+        say: shows a line to the person.
+
+    Raises:
+        ValueError: if something is missing or does not fit.
+    """
+    begin = time.monotonic()
+    seed, seed_note = choose_seed(settings.seed, checkpoint.recipe_state, settings.seed_check)
+    decoder = load.build_on_meta(settings, dtype)
+    verdict, model_notes = load.match_family(decoder, checkpoint, settings)
+    inputs = read_inputs(settings, world)
+    fit_notes = load.check_fit(
+        decoder, inputs.protocol.max_seq_len, inputs.data, inputs.encoder, inputs.prefix_token
+    )
+    launched = launch_notes(os.environ, len(world.nodes), world.world_size)
+    for note in launched:
+        say(f"note: {note}")
+    seed_notes = [seed_note] if seed_note else []
+    notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes, *fit_notes)
+    say(
+        f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
+        f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
+        f" {inputs.expected_tokens:,} tokens to score"
+    )
+    seconds = time.monotonic() - begin
+    return decoder, Source(checkpoint, verdict, inputs, seed, notes, tuple(model_notes), seconds)
