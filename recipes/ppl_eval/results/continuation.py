@@ -1,4 +1,4 @@
-"""What a run finds in its output folder: other evaluations make room, earlier runs of its own are continued."""
+"""What a run finds in its output folder: other evaluations make room, its own earlier runs are continued."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
