@@ -27,11 +27,12 @@ from ppl_eval.distributed.agreement import Node
 from ppl_eval.distributed.collectives import add_over_ranks
 from ppl_eval.distributed.heartbeat import Heartbeats
 from ppl_eval.distributed.rendezvous import World
+from ppl_eval.metrics.window_records import record_dtype
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.protocols import disjoint
 from ppl_eval.protocols.plan import Plan, make_plan
 from ppl_eval.protocols.sampler import DUMMY_BATCH, batches_of
-from ppl_eval.results.ledger import RECORD, Ledger, read_ledger
+from ppl_eval.results.ledger import Ledger, read_ledger
 
 # int64 numbers: those of a run over 25 domains; without domains it adds 321.
 VECTOR_SIZE = 8192
@@ -168,19 +169,27 @@ def plan_on(world_size: int, plan: Plan) -> dict[str, float]:
 
 
 def ledger_growth(num_batches: int, windows_per_batch: int = 4) -> dict[str, float]:
-    """What a ledger costs: time of a batch, memory that stays, bytes on disk."""
+    """What a ledger costs: time of a batch, of a synchronisation, memory that stays, bytes on disk."""
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder), 0)
-        records = np.zeros(windows_per_batch, dtype=RECORD)
+        records = np.zeros(windows_per_batch, dtype=record_dtype())
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         begin = time.perf_counter()
         for _ in range(num_batches):
             ledger.append(records)
         seconds = time.perf_counter() - begin
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        begin = time.perf_counter()
+        ledger.close()
+        sync = time.perf_counter() - begin
         size = os.path.getsize(ledger.path)
         assert len(read_ledger(Path(folder))) <= num_batches * windows_per_batch
-        return {"microseconds": seconds / num_batches * 1e6, "grown_kib": grown, "mib": size / 2**20}
+        return {
+            "microseconds": seconds / num_batches * 1e6,
+            "sync_milliseconds": sync * 1e3,
+            "grown_kib": grown,
+            "mib": size / 2**20,
+        }
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ def batches_of(
         equal_steps: end with ``DUMMY_BATCH`` where this rank has one batch less than others.
 
     Example:
-        >>> [list(batches_of(rank, 3, 7)) for rank in range(3)]
+        >>> [list(batches_of(rank, 3, range(7))) for rank in range(3)]
         [[0, 3, 6], [1, 4], [2, 5]]
-        >>> list(batches_of(1, 3, 7, equal_steps=True))
+        >>> list(batches_of(1, 3, range(7), equal_steps=True))
         [1, 4, -1]
     """
     assert 0 <= rank < num_replicas, (rank, num_replicas)
