@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ppl_eval.config import activity
 from ppl_eval.config.files import keep_to_owner
+from ppl_eval.config.lengths import settings_by_length
 from ppl_eval.config.own_code import guard_working_directory
 from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
@@ -58,7 +59,7 @@ class DistributedPPLEvalRecipe:
     """Evaluate perplexity, by torchtune's ``FTRecipeInterface`` and ``EvalRecipeInterface``.
 
     Args:
-        settings: the checked config.
+        settings: the checked config; one for each context length, which are scored one after the other.
         world: the processes of the run.
 
     Attributes:
@@ -71,9 +72,12 @@ class DistributedPPLEvalRecipe:
     scored: Scored
     exit_code: int
 
-    def __init__(self, settings: Settings, world: World) -> None:
-        self.settings = settings
-        self.world = world
+    def __init__(self, settings: Sequence[Settings], world: World) -> None:
+        # Steps that ranks agree on have names of their own in every length.
+        self._runs = [(own, world.apart(str(n)) if n else world) for n, own in enumerate(settings)]
+        self._sources: list[Source] = []
+        self._length = 0
+        self.settings, self.world = self._runs[0]
         self._started = datetime.now(UTC)
         self._resources = ExitStack()
 
@@ -113,15 +117,20 @@ class DistributedPPLEvalRecipe:
             self._mesh = dims.build_mesh(device.type)
             process_group.check_groups(self._add_over_ranks, self._mesh, world.rank)
         self._baseline = world.agree("output", self._prepare_output)
-        decoder, source = world.agree(
+        decoder, self._sources = world.agree(
             "inputs",
             lambda: self._read(dtype),
             lambda read: {
-                "seed": read[1].seed,
-                "checkpoint": read[1].checkpoint.identity,
-                **input_facts(settings, read[1], device),
+                "seed": read[1][0].seed,
+                "checkpoint": read[1][0].checkpoint.identity,
+                **input_facts(settings, read[1][0], device),
+                "lengths": [
+                    input_facts(own, source, device)
+                    for (own, _), source in zip(self._runs[1:], read[1][1:], strict=True)
+                ],
             },
         )
+        source = self._sources[0]
         set_seed(source.seed)
 
         begin = time.monotonic()
@@ -253,8 +262,34 @@ class DistributedPPLEvalRecipe:
         """Give back what setup took; safe to call at any time."""
         self._resources.close()
 
-    def _read(self, dtype: torch.dtype) -> tuple[Any, Source]:
-        """Open the checkpoint, build its model without weights, and read the text."""
+    def next_length(self) -> bool:
+        """Take up the next context length with the loaded model; False after the last one."""
+        from ppl_eval.results.lengths import write_lengths
+        from ppl_eval.run.share import share_of
+        from ppl_eval.run.state import NOTHING_DONE
+
+        self._length += 1
+        if self._length == len(self._runs):
+            if self._length > 1 and self.world.rank == 0:
+                print(write_lengths([own.output_dir for own, _ in self._runs]), flush=True)
+            return False
+        self.settings, self.world = self._runs[self._length]
+        source = self._sources[self._length]
+        self._baseline = self.world.agree("output", self._prepare_output)
+        share = share_of(self.settings.part, source.inputs)
+        self.state = replace(
+            self.state,
+            settings=self.settings,
+            world=self.world,
+            source=source,
+            share=share,
+            done=NOTHING_DONE,
+        )
+        self._open_ledger()
+        return True
+
+    def _read(self, dtype: torch.dtype) -> tuple[Any, list[Source]]:
+        """Open the checkpoint, build its model without weights, and read the text for each length."""
         from ppl_eval.config.environment import choose_seed
         from ppl_eval.run.inputs import read_inputs
         from ppl_eval.run.state import Source
@@ -267,23 +302,25 @@ class DistributedPPLEvalRecipe:
         seed, seed_note = choose_seed(settings.seed, checkpoint.recipe_state, settings.seed_check)
         decoder = load.build_on_meta(settings, dtype)
         verdict, model_notes = load.match_family(decoder, checkpoint, settings)
-        inputs = read_inputs(settings, self.world)
-        fit_notes = load.check_fit(
-            decoder, inputs.protocol.max_seq_len, inputs.data, inputs.encoder, inputs.prefix_token
-        )
         launched = launch_notes(os.environ, len(self.world.nodes), self.world.world_size)
         for note in launched:
             self._log_rank_zero(f"note: {note}")
         seed_notes = [seed_note] if seed_note else []
-        notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes, *fit_notes)
-        self._log_rank_zero(
-            f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
-            f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
-            f" {inputs.expected_tokens:,} tokens to score"
-        )
-        return decoder, Source(
-            checkpoint, verdict, inputs, seed, notes, tuple(model_notes), time.monotonic() - begin
-        )
+        sources = []
+        for own, world in self._runs:
+            inputs = read_inputs(own, world)
+            fit_notes = load.check_fit(
+                decoder, inputs.protocol.max_seq_len, inputs.data, inputs.encoder, inputs.prefix_token
+            )
+            notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes, *fit_notes)
+            self._log_rank_zero(
+                f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
+                f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
+                f" {inputs.expected_tokens:,} tokens to score"
+            )
+            seconds = time.monotonic() - begin
+            sources.append(Source(checkpoint, verdict, inputs, seed, notes, tuple(model_notes), seconds))
+        return decoder, sources
 
     def _load_model(
         self, decoder: Any, source: Source, device: torch.device, dtype: torch.dtype, dims: Any
@@ -343,21 +380,21 @@ def run(argv: Sequence[str]) -> int:
     _quieten_libraries()
     keep_to_owner()
     problem: ValueError | None = None
-    settings: Settings | None = None
+    settings: list[Settings] | None = None
     try:
-        settings = read_settings(argv)
+        settings = settings_by_length(read_settings(argv))
     except ValueError as error:
         problem = error
-    process = connect(settings.timeout_seconds if settings else KEYS["timeout_seconds"].default)
+    process = connect(settings[0].timeout_seconds if settings else KEYS["timeout_seconds"].default)
 
-    def settle() -> Settings:
+    def settle() -> list[Settings]:
         if settings is None:
             assert problem is not None
             raise problem
         return settings
 
     with ExitStack() as resources, fail_together(process, resources.close) as watch:
-        world, settled = meet(process, settle, lambda settings: environment_facts(settings.written))
+        world, settled = meet(process, settle, lambda settings: environment_facts(settings[0].written))
         watch.observe(world)
         recipe = DistributedPPLEvalRecipe(settled, world)
         resources.callback(recipe.cleanup)
@@ -365,6 +402,9 @@ def run(argv: Sequence[str]) -> int:
             recipe.setup()
         recipe.evaluate()
         recipe.save_checkpoint()
+        while recipe.next_length():
+            recipe.evaluate()
+            recipe.save_checkpoint()
         return recipe.exit_code
 
 
