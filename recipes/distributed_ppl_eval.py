@@ -22,6 +22,7 @@ if __name__ == "__main__":
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ppl_eval.config import activity
 from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.interpreter import long_lived_objects, quieten_libraries
+from ppl_eval.config.lengths import settings_by_length
 from ppl_eval.config.own_code import guard_working_directory
 from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
@@ -55,7 +57,7 @@ class DistributedPPLEvalRecipe:
     """Evaluate perplexity, by torchtune's ``FTRecipeInterface`` and ``EvalRecipeInterface``.
 
     Args:
-        settings: the checked config.
+        settings: the checked config, one for each context length.
         world: the processes of the run.
 
     Attributes:
@@ -68,9 +70,11 @@ class DistributedPPLEvalRecipe:
     scored: Scored
     exit_code: int
 
-    def __init__(self, settings: Settings, world: World) -> None:
-        self.settings = settings
-        self.world = world
+    def __init__(self, settings: Sequence[Settings], world: World) -> None:
+        # Steps that ranks agree on have names of their own in every length.
+        self._runs = [(own, world.apart(str(n)) if n else world) for n, own in enumerate(settings)]
+        self._length = 0
+        self.settings, self.world = self._runs[0]
         self._started = datetime.now(UTC)
         self._resources = ExitStack()
 
@@ -85,7 +89,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
         from ppl_eval.results import continuation
-        from ppl_eval.run.facts import input_facts
+        from ppl_eval.run.facts import source_facts
         from ppl_eval.run.share import share_of
         from ppl_eval.run.state import NOTHING_DONE, RunState
         from ppl_eval.run.weights import agree_on_weights
@@ -111,15 +115,12 @@ class DistributedPPLEvalRecipe:
             self._mesh = dims.build_mesh(device.type)
             process_group.check_groups(self._add_over_ranks, self._mesh, world.rank)
         self._baseline = world.agree("output", lambda: continuation.prepare(settings, world, self._resources))
-        decoder, source = world.agree(
+        decoder, self._sources = world.agree(
             "inputs",
             lambda: self._read(dtype),
-            lambda read: {
-                "seed": read[1].seed,
-                "checkpoint": read[1].checkpoint.identity,
-                **input_facts(settings, read[1], device),
-            },
+            lambda read: source_facts([own for own, _ in self._runs], read[1], device),
         )
+        source = self._sources[0]
         set_seed(source.seed)
 
         begin = time.monotonic()
@@ -210,11 +211,33 @@ class DistributedPPLEvalRecipe:
         """Give back what setup took; safe to call at any time."""
         self._resources.close()
 
-    def _read(self, dtype: torch.dtype) -> tuple[Any, Source]:
-        from ppl_eval.run.reading import read_source
+    def next_length(self) -> bool:
+        """Take up the next context length with the loaded model; False after the last one."""
+        from ppl_eval.results import continuation
+        from ppl_eval.results.lengths import write_lengths
+        from ppl_eval.run.share import share_of
+        from ppl_eval.run.state import NOTHING_DONE
+
+        self._length += 1
+        if self._length == len(self._runs):
+            if self._length > 1 and self.world.rank == 0:
+                print(write_lengths([own.output_dir for own, _ in self._runs]), flush=True)
+            return False
+        self.settings, self.world = settings, world = self._runs[self._length]
+        source = self._sources[self._length]
+        self._baseline = world.agree("output", lambda: continuation.prepare(settings, world, self._resources))
+        share = share_of(settings.part, source.inputs)
+        state = replace(
+            self.state, settings=settings, world=world, source=source, share=share, done=NOTHING_DONE
+        )
+        self.state, self._ledger = continuation.open_ledger(state, self._resources, self._log.info)
+        return True
+
+    def _read(self, dtype: torch.dtype) -> tuple[Any, list[Source]]:
+        from ppl_eval.run.reading import read_sources
 
         self.load_checkpoint()
-        return read_source(self.settings, self.world, self.checkpoint, dtype, self._log_rank_zero)
+        return read_sources(self._runs, self.checkpoint, dtype, self._log_rank_zero)
 
     def _load_model(
         self, decoder: Any, source: Source, device: torch.device, dtype: torch.dtype, dims: Any
@@ -252,21 +275,21 @@ def run(argv: Sequence[str]) -> int:
     quieten_libraries()
     keep_to_owner()
     problem: ValueError | None = None
-    settings: Settings | None = None
+    settings: list[Settings] | None = None
     try:
-        settings = read_settings(argv)
+        settings = settings_by_length(read_settings(argv))
     except ValueError as error:
         problem = error
-    process = connect(settings.timeout_seconds if settings else KEYS["timeout_seconds"].default)
+    process = connect(settings[0].timeout_seconds if settings else KEYS["timeout_seconds"].default)
 
-    def settle() -> Settings:
+    def settle() -> list[Settings]:
         if settings is None:
             assert problem is not None
             raise problem
         return settings
 
     with ExitStack() as resources, fail_together(process, resources.close) as watch:
-        world, settled = meet(process, settle, lambda settings: environment_facts(settings.written))
+        world, settled = meet(process, settle, lambda settings: environment_facts(settings[0].written))
         watch.observe(world)
         recipe = DistributedPPLEvalRecipe(settled, world)
         resources.callback(recipe.cleanup)
@@ -274,6 +297,9 @@ def run(argv: Sequence[str]) -> int:
             recipe.setup()
         recipe.evaluate()
         recipe.save_checkpoint()
+        while recipe.next_length():
+            recipe.evaluate()
+            recipe.save_checkpoint()
         return recipe.exit_code
 
 

@@ -8,10 +8,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from ppl_eval.config import activity
 from ppl_eval.distributed.agreement import Node, find_problem, group_by_node
@@ -98,6 +99,10 @@ class World(Process):
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["value"]
+
+    def apart(self, name: str) -> "World":
+        """Return the same processes with keys of their own in the store, for steps that are repeated."""
+        return replace(self, store=dist.PrefixStore(name, self.store))
 
     def leave(self) -> None:
         """End a run that went well: where rank 0 keeps the store, it stays until no rank needs it."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,15 @@ def input_facts(settings: Settings, source: Source, device: torch.device) -> dic
         "kernels": kernel_facts(device),
         "versions": {name: known[name] for name in ("torch", "torchtune", "torchao", "source")},
     }
+
+
+def source_facts(
+    settings: Sequence[Settings], sources: Sequence[Source], device: torch.device
+) -> dict[str, Any]:
+    """Return what ranks must agree on before weights are read, one source for each context length."""
+    first, *others = [input_facts(own, source, device) for own, source in zip(settings, sources, strict=True)]
+    source = sources[0]
+    return {"seed": source.seed, "checkpoint": source.checkpoint.identity, **first, "lengths": others}
 
 
 def plan_facts(state: RunState) -> dict[str, Any]:

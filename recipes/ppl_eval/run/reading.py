@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torchtune.modules import TransformerDecoder
@@ -17,18 +17,17 @@ from ppl_eval.run.state import Source
 from ppl_eval.scoring import load
 
 
-def read_source(
-    settings: Settings,
-    world: World,
+def read_sources(
+    runs: Sequence[tuple[Settings, World]],
     checkpoint: LoadedCheckpoint,
     dtype: torch.dtype,
     say: Callable[[str], None],
-) -> tuple[TransformerDecoder, Source]:
-    """Build the checkpoint's model on the meta device, and read the text.
+) -> tuple[TransformerDecoder, list[Source]]:
+    """Build the checkpoint's model on the meta device, and read the text for each context length.
 
     Args:
-        settings: the checked config.
-        world: the processes; texts are tokenised by one of each node.
+        runs: the checked config and the processes, for each length; texts are tokenised by one process of
+            each node.
         checkpoint: the opened checkpoint.
         dtype: of weights and activations.
         say: shows a line to the person.
@@ -37,22 +36,26 @@ def read_source(
         ValueError: if something is missing or does not fit.
     """
     begin = time.monotonic()
+    settings, world = runs[0]
     seed, seed_note = choose_seed(settings.seed, checkpoint.recipe_state, settings.seed_check)
     decoder = load.build_on_meta(settings, dtype)
     verdict, model_notes = load.match_family(decoder, checkpoint, settings)
-    inputs = read_inputs(settings, world)
-    fit_notes = load.check_fit(
-        decoder, inputs.protocol.max_seq_len, inputs.data, inputs.encoder, inputs.prefix_token
-    )
     launched = launch_notes(os.environ, len(world.nodes), world.world_size)
     for note in launched:
         say(f"note: {note}")
-    seed_notes = [seed_note] if seed_note else []
-    notes = (*launched, *checkpoint.notes, *seed_notes, *model_notes, *inputs.notes, *fit_notes)
-    say(
-        f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
-        f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
-        f" {inputs.expected_tokens:,} tokens to score"
-    )
-    seconds = time.monotonic() - begin
-    return decoder, Source(checkpoint, verdict, inputs, seed, notes, tuple(model_notes), seconds)
+    common = (*launched, *checkpoint.notes, *([seed_note] if seed_note else []), *model_notes)
+    sources = []
+    for own, apart in runs:
+        inputs = read_inputs(own, apart)
+        fit_notes = load.check_fit(
+            decoder, inputs.protocol.max_seq_len, inputs.data, inputs.encoder, inputs.prefix_token
+        )
+        say(
+            f"{inputs.data.num_tokens:,} tokens in {inputs.data.num_documents:,} documents:"
+            f" {inputs.plan.num_windows:,} windows, {inputs.plan.num_batches:,} batches,"
+            f" {inputs.expected_tokens:,} tokens to score"
+        )
+        notes = (*common, *inputs.notes, *fit_notes)
+        seconds = time.monotonic() - begin
+        sources.append(Source(checkpoint, verdict, inputs, seed, notes, tuple(model_notes), seconds))
+    return decoder, sources
