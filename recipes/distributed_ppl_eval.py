@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from ppl_eval.metrics.window_records import Records
     from ppl_eval.protocols.batches import Batch
     from ppl_eval.run.state import RunState, Scored, Source
-    from ppl_eval.scoring.load import BuiltModel
 
 
 class DistributedPPLEvalRecipe:
@@ -90,9 +88,11 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.parallel.parallel_dims import ParallelDims
         from ppl_eval.results import continuation
         from ppl_eval.run.facts import source_facts
+        from ppl_eval.run.reading import fill_model
         from ppl_eval.run.share import share_of
         from ppl_eval.run.state import NOTHING_DONE, RunState
         from ppl_eval.run.weights import agree_on_weights
+        from ppl_eval.scoring.load import Placement
 
         settings, world = self.settings, self.world
         self._log = get_logger(settings.log_level)
@@ -112,8 +112,8 @@ class DistributedPPLEvalRecipe:
             self._add_over_ranks = collectives.add_over_ranks(
                 ranks_of_nodes, world.rank, device, settings.aggregation.topology
             )
-            self._mesh = dims.build_mesh(device.type)
-            process_group.check_groups(self._add_over_ranks, self._mesh, world.rank)
+            mesh = dims.build_mesh(device.type)
+            process_group.check_groups(self._add_over_ranks, mesh, world.rank)
         self._baseline = world.agree("output", lambda: continuation.prepare(settings, world, self._resources))
         decoder, self._sources = world.agree(
             "inputs",
@@ -126,7 +126,7 @@ class DistributedPPLEvalRecipe:
         begin = time.monotonic()
         model = world.agree(
             "model",
-            lambda: self._load_model(decoder, source, device, dtype, dims),
+            lambda: fill_model(settings, world, source, decoder, Placement(device, dtype, dims, mesh)),
             lambda model: model.facts(),
         )
         load_seconds = time.monotonic() - begin
@@ -215,22 +215,16 @@ class DistributedPPLEvalRecipe:
         """Take up the next context length with the loaded model; False after the last one."""
         from ppl_eval.results import continuation
         from ppl_eval.results.lengths import write_lengths
-        from ppl_eval.run.share import share_of
-        from ppl_eval.run.state import NOTHING_DONE
 
         self._length += 1
         if self._length == len(self._runs):
             if self._length > 1 and self.world.rank == 0:
                 print(write_lengths([own.output_dir for own, _ in self._runs]), flush=True)
             return False
-        self.settings, self.world = settings, world = self._runs[self._length]
-        source = self._sources[self._length]
-        self._baseline = world.agree("output", lambda: continuation.prepare(settings, world, self._resources))
-        share = share_of(settings.part, source.inputs)
-        state = replace(
-            self.state, settings=settings, world=world, source=source, share=share, done=NOTHING_DONE
+        self.settings, self.world = own = self._runs[self._length]
+        self._baseline, self.state, self._ledger = continuation.take_up(
+            self.state, own, self._sources[self._length], self._resources, self._log.info
         )
-        self.state, self._ledger = continuation.open_ledger(state, self._resources, self._log.info)
         return True
 
     def _read(self, dtype: torch.dtype) -> tuple[Any, list[Source]]:
@@ -238,24 +232,6 @@ class DistributedPPLEvalRecipe:
 
         self.load_checkpoint()
         return read_sources(self._runs, self.checkpoint, dtype, self._log_rank_zero)
-
-    def _load_model(
-        self, decoder: Any, source: Source, device: torch.device, dtype: torch.dtype, dims: Any
-    ) -> BuiltModel:
-        from ppl_eval.run.calibration_text import calibration_batches
-        from ppl_eval.scoring import load
-
-        batches, notes = calibration_batches(self.settings, source.inputs, self.world)
-        model = load.load_model(
-            decoder,
-            source.checkpoint,
-            self.settings,
-            load.Placement(device, dtype, dims, self._mesh),
-            batches=batches,
-            share=process_group.divided_searches(self.world, device),
-        )
-        model.notes[:0] = notes
-        return model
 
     def _log_rank_zero(self, message: str) -> None:
         if self.world.rank == 0:

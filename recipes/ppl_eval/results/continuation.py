@@ -11,7 +11,8 @@ from ppl_eval.distributed.rendezvous import World
 from ppl_eval.results import baseline, ledger, previous, resume
 from ppl_eval.results.ledger import Ledger
 from ppl_eval.run.facts import plan_facts
-from ppl_eval.run.state import RunState
+from ppl_eval.run.share import share_of
+from ppl_eval.run.state import NOTHING_DONE, RunState, Source
 
 
 def prepare(settings: Settings, world: World, resources: ExitStack) -> Mapping[str, Any] | None:
@@ -65,3 +66,29 @@ def open_ledger(state: RunState, resources: ExitStack, say: Callable[[str], None
         num_batches = len(state.share.batches)
         say(f"resumed: {state.num_done:,} of {num_batches:,} batches were scored by earlier runs")
     return state, opened
+
+
+def take_up(
+    state: RunState,
+    own: tuple[Settings, World],
+    source: Source,
+    resources: ExitStack,
+    say: Callable[[str], None],
+) -> tuple[Mapping[str, Any] | None, RunState, Ledger]:
+    """Go on to another source with the loaded model.
+
+    Args:
+        state: the run so far.
+        own: config and processes of the new source.
+        source: what is to be scored.
+        resources: gets what must be closed.
+        say: shows a line to the person.
+
+    Returns:
+        The baseline, the run with what is done, and its ledger.
+    """
+    settings, world = own
+    other = world.agree("output", lambda: prepare(settings, world, resources))
+    share = share_of(settings.part, source.inputs)
+    state = replace(state, settings=settings, world=world, source=source, share=share, done=NOTHING_DONE)
+    return other, *open_ledger(state, resources, say)

@@ -1,4 +1,4 @@
-"""Reading a run's source: the model that the checkpoint describes, without weights, and the text."""
+"""Reading what a run scores: the text, the model that the checkpoint describes, and its weights."""
 
 import os
 import time
@@ -11,7 +11,9 @@ from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.config.environment import choose_seed
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.process import launch_notes
+from ppl_eval.distributed.process_group import divided_searches
 from ppl_eval.distributed.rendezvous import World
+from ppl_eval.run.calibration_text import calibration_batches
 from ppl_eval.run.inputs import read_inputs
 from ppl_eval.run.state import Source
 from ppl_eval.scoring import load
@@ -59,3 +61,22 @@ def read_sources(
         seconds = time.monotonic() - begin
         sources.append(Source(checkpoint, verdict, inputs, seed, notes, tuple(model_notes), seconds))
     return decoder, sources
+
+
+def fill_model(
+    settings: Settings,
+    world: World,
+    source: Source,
+    decoder: TransformerDecoder,
+    placement: load.Placement,
+) -> load.BuiltModel:
+    """Load the weights into the model that ``read_sources`` built, quantised and split as the config says.
+
+    Raises:
+        ValueError: if checkpoint and model do not fit, or cannot be quantised or split so.
+    """
+    batches, notes = calibration_batches(settings, source.inputs, world)
+    share = divided_searches(world, placement.device)
+    model = load.load_model(decoder, source.checkpoint, settings, placement, batches=batches, share=share)
+    model.notes[:0] = notes
+    return model
