@@ -62,22 +62,9 @@ def read_gguf(
         ValueError: for a truncated or corrupt file, another architecture, a quantisation that gguf cannot
             undo.
     """
-    try:
-        from gguf import GGMLQuantizationType, GGUFReader
-    except ImportError as e:
-        raise ValueError("reading GGUF files needs the package gguf: pip install gguf") from e
-    size = check_readable(path)
-    try:
-        reader = GGUFReader(str(path))
-    except (ValueError, KeyError, IndexError, UnicodeDecodeError, OverflowError) as e:
-        expected = _expected_size(path)
-        if expected > size:
-            raise ValueError(
-                f"{path} is truncated: expected {expected} bytes, found {size}; download or copy it again"
-            ) from e
-        raise ValueError(
-            f"{path} ({size} bytes) is truncated or corrupt: {type(e).__name__}: {str(e)[:200]}"
-        ) from e
+    reader = _open(path)
+    from gguf import GGMLQuantizationType
+
     fields = {
         key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")
     }
@@ -118,6 +105,25 @@ def read_gguf(
             " config.json beside the file adds the window"
         )
     return lazy, config
+
+
+def _open(path: Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError as e:
+        raise ValueError("reading GGUF files needs the package gguf: pip install gguf") from e
+    size = check_readable(path)
+    try:
+        return GGUFReader(str(path))
+    except (ValueError, KeyError, IndexError, UnicodeDecodeError, OverflowError) as e:
+        expected = _expected_size(path)
+        if expected > size:
+            raise ValueError(
+                f"{path} is truncated: expected {expected} bytes, found {size}; download or copy it again"
+            ) from e
+        raise ValueError(
+            f"{path} ({size} bytes) is truncated or corrupt: {type(e).__name__}: {str(e)[:200]}"
+        ) from e
 
 
 def _hf_model_type(model_type: str, beside: HFConfig | None) -> str:

@@ -213,16 +213,8 @@ def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:
     for name in SECTIONS:
         if values[name] is not None:
             _check_component(name, values[name])
-    if values["softmax"] == "torch" and values["tensor_parallel_dim"] > 1:
-        raise ValueError(
-            "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"
-            " softmax=exact or tensor_parallel_dim=1"
-        )
+    _check_together(values)
     if values["part"] is not None:
-        if values["baseline"] is not None:
-            raise ValueError(
-                "part and baseline cannot go together: only the whole of all parts is comparable"
-            )
         values["output_dir"] = str(Path(values["output_dir"]) / parts.folder_name(values["part"]))
     values["aggregation"] = Aggregation(**aggregation)
     if flags.allow_unsafe_pickle:
@@ -233,6 +225,17 @@ def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:
     return Settings(
         config=config, written={**defaults, **{str(key): value for key, value in written.items()}}, **values
     )
+
+
+def _check_together(values: Mapping[str, Any]) -> None:
+    """Refuse values that exclude each other."""
+    if values["softmax"] == "torch" and values["tensor_parallel_dim"] > 1:
+        raise ValueError(
+            "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"
+            " softmax=exact or tensor_parallel_dim=1"
+        )
+    if values["part"] is not None and values["baseline"] is not None:
+        raise ValueError("part and baseline cannot go together: only the whole of all parts is comparable")
 
 
 def check_built(settings: Settings) -> None:

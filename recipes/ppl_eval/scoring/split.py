@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtune.modules import TransformerDecoder
@@ -85,19 +86,12 @@ def split_model(
         ValueError: if the model cannot be split so.
     """
     assert shard or not dims.tp_enabled
-    slices: dict[str, sharding.Slice] = {}
     notes: list[str] = []
     tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None
     cp_group = mesh.get_group("cp") if mesh is not None and dims.cp_enabled else None
     if plan is not None and tp_mesh is None:
         notes.append("tensor_parallel_plan has no effect with tensor_parallel_dim: 1")
-    if tp_mesh is not None:
-        if plan is None:
-            slices = tensor_parallel.split_model(decoder, tp_mesh.get_group())
-        else:
-            tensor_parallel.apply_plan(decoder, tp_mesh, plan)
-    if cp_group is not None:
-        context_parallel.split_attention(decoder, cp_group)
+    slices = _split_layers(decoder, tp_mesh, cp_group, plan)
     vocab_group = tp_mesh.get_group() if tp_mesh is not None and plan is None else None
     scorer = ScoringModel(
         decoder,
@@ -123,3 +117,20 @@ def split_model(
     rank = 0 if mesh is None else mesh.get_rank()
     part, tp_rank = rank % (dims.dp_shard * dims.cp * dims.tp), rank % dims.tp
     return SplitModel(scorer, slices, device, sharded_offload, notes, part, tp_rank == 0)
+
+
+def _split_layers(
+    decoder: TransformerDecoder,
+    tp_mesh: DeviceMesh | None,
+    cp_group: dist.ProcessGroup | None,
+    plan: Mapping[str, ParallelStyle] | None,
+) -> dict[str, sharding.Slice]:
+    slices: dict[str, sharding.Slice] = {}
+    if tp_mesh is not None and plan is None:
+        slices = tensor_parallel.split_model(decoder, tp_mesh.get_group())
+    elif tp_mesh is not None:
+        assert plan is not None
+        tensor_parallel.apply_plan(decoder, tp_mesh, plan)
+    if cp_group is not None:
+        context_parallel.split_attention(decoder, cp_group)
+    return slices
