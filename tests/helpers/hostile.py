@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ def children() -> set[int]:
     """Processes that this one has started and that still live."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= set(map(int, (task / "children").read_text().split()))
+        with suppress(FileNotFoundError, ProcessLookupError):  # A thread that has just ended.
+            found |= set(map(int, (task / "children").read_text().split()))
     return found
 
 
