@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all check format docs install model bench clean
+.PHONY: demo test test-runs test-rest test-all check format docs install model bench clean
 
 install: $(STAMP)
 
@@ -19,8 +19,17 @@ model: install
 demo: model
 	$(BIN)/tune run --nproc_per_node 2 distributed_ppl_eval --config smollm2/135M_ppl output_dir=runs/demo
 
+# Two halves side by side: tests of whole runs wait for processes and timeouts, the others compute.
+RUNS := tests/recipe tests/distributed tests/results tests/parallel tests/commands tests/test_wheel.py
+
 test: model
-	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-runs test-rest
+
+test-runs:
+	$(BIN)/python -m pytest $(RUNS)
+
+test-rest:
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(RUNS))
 
 test-all: model
 	$(BIN)/python -m pytest -m "slow or not slow"

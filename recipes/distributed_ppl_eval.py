@@ -16,8 +16,8 @@ import sys
 if __name__ == "__main__":
     # First of all: `python -m`, as torchrun starts it, would take a json.py in the working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
-    if sys.path[0] in ("", os.getcwd()) and os.getcwd() != os.path.dirname(os.path.abspath(__file__)):
-        del sys.path[0]
+    if os.getcwd() != os.path.dirname(os.path.abspath(__file__)):
+        sys.path[:] = [entry for entry in sys.path if entry not in ("", os.getcwd())]
 
 import time
 from collections.abc import Sequence

@@ -55,7 +55,12 @@ def test_a_dropped_tail_is_noted():
 def test_parameters_in_the_result():
     protocol = protocols.llama_cpp()
     assert (protocol.name, protocol.covers_text) == ("llama_cpp", False)
-    assert protocol.parameters == {"max_seq_len": 512, "join": "", "bos": "tokenizer"}
+    assert protocol.parameters == {
+        "max_seq_len": 512,
+        "join": "",
+        "bos": "tokenizer",
+        "special_tokens": "text",
+    }
 
 
 @pytest.mark.parametrize(

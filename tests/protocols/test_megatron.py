@@ -41,8 +41,14 @@ def test_parameters_in_the_result():
     protocol = protocols.megatron(4)
     assert (protocol.name, protocol.word_separator) == ("megatron", "space")
     # The number in force, not the None that stands for it.
-    assert protocol.parameters == {"max_seq_len": 4, "overlap_stride": 4, "join": "", "bos": "never"}
-    assert list(protocol.parameters) == ["max_seq_len", "overlap_stride", "join", "bos"]
+    assert protocol.parameters == {
+        "max_seq_len": 4,
+        "overlap_stride": 4,
+        "join": "",
+        "bos": "never",
+        "special_tokens": "parse",
+    }
+    assert list(protocol.parameters) == ["max_seq_len", "overlap_stride", "join", "bos", "special_tokens"]
 
 
 @pytest.mark.parametrize("overlap_stride", [0, 9])

@@ -47,7 +47,12 @@ def test_what_is_cut_is_noted():
 def test_parameters_in_the_result():
     protocol = protocols.per_sample(4)
     assert (protocol.name, protocol.join, protocol.covers_text) == ("per_sample", None, True)
-    assert protocol.parameters == {"max_seq_len": 4, "too_long": "error", "bos": "tokenizer"}
+    assert protocol.parameters == {
+        "max_seq_len": 4,
+        "too_long": "error",
+        "bos": "tokenizer",
+        "special_tokens": "parse",
+    }
     # Text that nothing scores must not divide what the rest scored.
     assert not protocols.per_sample(4, "truncate").covers_text
 

@@ -77,7 +77,12 @@ def test_goldens_of_lm_eval():
 def test_parameters_in_the_result():
     protocol = protocols.rolling(4)
     assert (protocol.name, protocol.join, protocol.prefix_rule) == ("rolling", None, "bos_or_eos")
-    assert protocol.parameters == {"max_seq_len": 4, "context_len": 1, "bos": "never"}
+    assert protocol.parameters == {
+        "max_seq_len": 4,
+        "context_len": 1,
+        "bos": "never",
+        "special_tokens": "parse",
+    }
 
 
 @pytest.mark.parametrize(

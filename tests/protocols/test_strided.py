@@ -57,6 +57,7 @@ def test_parameters_in_the_result():
         "weighting": "exact",
         "join": "\n\n",
         "bos": "tokenizer",
+        "special_tokens": "parse",
     }
 
 

@@ -45,7 +45,7 @@ KINDS = {
         ("torchtune.training.quantization", "torchao.quantization", "ppl_eval.quantization"),
         (),
     ),
-    "protocol": Kind("a protocol", ("ppl_eval.protocols",), ("num_windows", "locate")),
+    "protocol": Kind("a protocol", ("ppl_eval.protocols",), ("num_windows", "locate", "num_targets")),
     "metric_logger": Kind("a metric logger", ("torchtune.training.metric_logging",), ("log_dict", "close")),
     "tensor_parallel_plan": Kind(
         "a plan for tensor parallelism", ("torchtune.models", "ppl_eval.parallel"), ("_apply",)

@@ -3,7 +3,6 @@ adds one.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ppl_eval.config.files import read_json_object
 from ppl_eval.tokenization.encoders import Encoding, encoding_of, tokenizer_class
 
 
@@ -88,9 +88,7 @@ def without_bos(config: Mapping[str, Any]) -> Any:
     paths = [Path(str(config[key])) if config.get(key) else None for key in keys]
     if paths[0] is None or not all(path is None or path.is_file() for path in paths):
         return None
-    contents: list[dict[str, Any]] = [
-        {} if path is None else json.loads(path.read_text(encoding="utf-8")) for path in paths
-    ]
+    contents: list[dict[str, Any]] = [{} if path is None else read_json_object(path) for path in paths]
     about, generation = contents
     if all(about.get(f"{name}_token") is not None for name in ("bos", "eos")):
         return None
