@@ -74,6 +74,7 @@ class DistributedPPLEvalRecipe:
         self.settings = settings
         self.world = world
         self._resources = ExitStack()
+        self._metric_logger: Any = None
 
     def setup(self, **_: Any) -> None:
         """Form the process group, prepare tokens and plan, and load the model; everything that can be wrong
@@ -85,6 +86,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.config import environment
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
+        from ppl_eval.results.result import check_comparable
         from ppl_eval.run.facts import input_facts
         from ppl_eval.run.state import RunState
         from ppl_eval.run.weights import agree_on_weights
@@ -119,6 +121,7 @@ class DistributedPPLEvalRecipe:
                 **input_facts(settings, read[1], device),
             },
         )
+        world.agree("baseline", lambda: check_comparable(source.inputs, self._baseline))
         set_seed(source.seed)
 
         begin = time.monotonic()
@@ -136,10 +139,14 @@ class DistributedPPLEvalRecipe:
     def _prepare_output(self) -> Mapping[str, Any] | None:
         """Read the baseline, and keep other runs out of the output folder; rank 0 does."""
         from ppl_eval.results import baseline, ledger
+        from ppl_eval.results.result import build_metric_logger
 
         if self.world.rank:
             return None
         other = baseline.prepare(self.settings)
+        if self.settings.metric_logger is not None:
+            self._metric_logger = build_metric_logger(self.settings.metric_logger)
+            self._resources.callback(self._metric_logger.close)
         self._resources.callback(ledger.lock_output_dir(Path(self.settings.output_dir)).release)
         return other
 
@@ -223,7 +230,9 @@ class DistributedPPLEvalRecipe:
         self.exit_code = world.agree(
             "result",
             lambda: (
-                result.write_result(state, scored, per_rank, rounded_nll, self._baseline)
+                result.write_result(
+                    state, scored, per_rank, rounded_nll, self._baseline, metric_logger=self._metric_logger
+                )
                 if world.rank == 0
                 else 0
             ),

@@ -12,7 +12,7 @@ EXIT_BAD_INPUT = 2
 EXIT_SIGNAL = 128  # Plus the number of the signal that ended the run.
 
 # torchrun gives every process a file of its own, and takes the cause of a failure from it.
-ERROR_FILE = "TORCHELASTICERROR_FILE"
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class Stop(Exception):
