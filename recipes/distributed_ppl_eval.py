@@ -87,6 +87,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
         from ppl_eval.results import continuation
+        from ppl_eval.results.result import check_comparable
         from ppl_eval.run.facts import source_facts
         from ppl_eval.run.reading import fill_model
         from ppl_eval.run.share import share_of
@@ -114,13 +115,16 @@ class DistributedPPLEvalRecipe:
             )
             mesh = dims.build_mesh(device.type)
             process_group.check_groups(self._add_over_ranks, mesh, world.rank)
-        self._baseline = world.agree("output", lambda: continuation.prepare(settings, world, self._resources))
+        self._baseline, self._metric_logger = world.agree(
+            "output", lambda: continuation.prepare(settings, world, self._resources)
+        )
         decoder, self._sources = world.agree(
             "inputs",
             lambda: self._read(dtype),
             lambda read: source_facts([own for own, _ in self._runs], read[1], device),
         )
         source = self._sources[0]
+        world.agree("baseline", lambda: check_comparable(source.inputs, self._baseline))
         set_seed(source.seed)
 
         begin = time.monotonic()
@@ -199,7 +203,9 @@ class DistributedPPLEvalRecipe:
         self.exit_code = world.agree(
             "result",
             lambda: (
-                result.write_result(state, scored, per_rank, rounded_nll, self._baseline)
+                result.write_result(
+                    state, scored, per_rank, rounded_nll, self._baseline, metric_logger=self._metric_logger
+                )
                 if world.rank == 0
                 else 0
             ),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -130,3 +131,14 @@ def test_a_signal_ends_the_run_with_its_code(held, tmp_path, number, ranks):
     error = the_error(finished)
     assert f"rank {ranks - 1} on {HERE} was stopped by {number.name} (phase 'scoring', last" in error
     assert "finished windows are recorded; the same command" in error
+
+
+def test_a_removed_output_dir_is_noticed_with_the_next_batch(held, tmp_path):
+    with held(1) as (running, store):
+        all_held(running, store, tmp_path)
+        shutil.rmtree(tmp_path / "out")
+        (tmp_path / "go").touch()
+        finished = finish(running, 30)
+    assert finished.codes == (2,)
+    error = the_error(finished)
+    assert re.match(r"the records .* cannot be written to .*/out/.*: it was removed while the run", error)

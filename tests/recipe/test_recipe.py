@@ -160,3 +160,4 @@ def test_baseline_gate(one_process, config, home, tmp_path):
     finished = ranks([[*job, "protocol.max_seq_len=32"]], tmp_path, [home])
     assert finished.code == 4, finished.output
     assert "protocol.max_seq_len: 32 here, 64 in the baseline" in finished.output
+    assert "model loaded" not in finished.output, "it was known before"

@@ -38,7 +38,8 @@ def results(tiny, tmp_path_factory):
     found = {}
     for name, overrides in cases.items():
         run = many(1, [[*one, *overrides, f"output_dir={scratch / name}"]], scratch, {"OMP_NUM_THREADS": "1"})
-        found[name] = run.code, run.output, result_of(scratch / name)
+        # What means another thing is known, and refused, before any window is scored.
+        found[name] = run.code, run.output, None if name == "lengths" else result_of(scratch / name)
     return found
 
 
@@ -79,4 +80,4 @@ def test_windows_that_mean_another_thing_are_refused(results, name, words):
     code, output, result = results[name]
     assert code == 4, output
     assert words in output
-    assert result["against_baseline"] is None
+    assert result is None or result["against_baseline"] is None

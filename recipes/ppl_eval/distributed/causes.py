@@ -47,8 +47,13 @@ def explain(error: BaseException, where: str) -> Failure:
     if isinstance(error, OSError):
         return Failure(f"{error} ({where}, {activity.now.describe()}{notes})", EXIT_BAD_INPUT)
     if isinstance(error, ValueError):
-        return Failure((str(error) or type(error).__name__) + notes, EXIT_BAD_INPUT)
+        return Failure((str(error) or type(error).__name__) + notes, exit_code_of(error))
     return Failure(f"{where}, {activity.now.describe()}{notes}: {type(error).__name__}: {error}", EXIT_FAILED)
+
+
+def exit_code_of(error: ValueError | OSError) -> int:
+    """Return the exit code for an error that is for the person; it may have one of its own."""
+    return getattr(error, "exit_code", EXIT_BAD_INPUT)
 
 
 def first_line(error: BaseException) -> str:

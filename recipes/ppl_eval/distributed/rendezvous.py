@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ppl_eval.config import activity
 from ppl_eval.distributed.agreement import Node, find_problem, group_by_node
+from ppl_eval.distributed.causes import exit_code_of
 from ppl_eval.distributed.outcome import EXIT_BAD_INPUT, Failure, Stop, print_error, record_cause
 from ppl_eval.distributed.process import AGENT_STORE, Process, wait_for
 
@@ -139,7 +140,7 @@ def _attempt(
         found = facts(value)
         report["facts"] = {key: json.dumps(fact, sort_keys=True) for key, fact in found.items()}
     except (ValueError, OSError) as error:
-        report["error"] = _text_of(error)
+        report["error"], report["code"] = _text_of(error), exit_code_of(error)
     return json.dumps(report), value
 
 
@@ -147,7 +148,8 @@ def _give_verdict(process: Process, phase: str, reports: list[dict[str, Any] | N
     problem = find_problem(reports)
     if problem:
         # For ranks that are ended before they read the verdict.
-        if process.announce_failure(Failure(problem, EXIT_BAD_INPUT)):
+        codes = [report["code"] for report in reports if report and report.get("code")]
+        if process.announce_failure(Failure(problem, codes[0] if codes else EXIT_BAD_INPUT)):
             print_error(problem)
     elif phase == _FIRST_PHASE:
         process.store.set(_NODES, json.dumps(group_by_node(reports)))

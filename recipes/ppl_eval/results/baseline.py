@@ -29,6 +29,7 @@ _QUESTION = (
     "coverage.expected_tokens",
     "coverage.sha256",
 )
+_INCOMPARABLE = "the baseline measured something else, so the numbers cannot be compared:"
 # Fields that may explain a different answer to the same question, likeliest first.
 _REASONS = (
     "num_tokens",
@@ -60,6 +61,27 @@ def prepare(settings: Settings) -> dict[str, Any] | None:
     """
     check_output_dir(Path(settings.output_dir))
     return read_result(settings.baseline) if settings.baseline else None
+
+
+class IncomparableError(ValueError):
+    """The baseline measured something else; ends the run with ``EXIT_INCOMPARABLE``."""
+
+    exit_code = EXIT_INCOMPARABLE
+
+
+def check_comparable(asked: Mapping[str, Any], baseline: Mapping[str, Any]) -> None:
+    """Refuse a baseline whose windows mean something else, before any are scored.
+
+    Args:
+        asked: those fields of the result that are known by then.
+        baseline: the baseline's result.
+
+    Raises:
+        IncomparableError: if they do.
+    """
+    lines = differences(asked, baseline, _MEANING)
+    if lines:
+        raise IncomparableError("\n  ".join([_INCOMPARABLE, *lines]))
 
 
 def read_result(path: str) -> dict[str, Any]:
@@ -142,7 +164,7 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
             listed += "\nper_window=true in both runs compares the windows that both share, if there are any"
         return (
             EXIT_INCOMPARABLE,
-            f"the baseline measured something else, so the numbers cannot be compared:\n{listed}",
+            f"{_INCOMPARABLE}\n{listed}",
         )
     where = ""
     if shared is None:

@@ -10,22 +10,29 @@ from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.results import baseline, ledger, previous, resume
 from ppl_eval.results.ledger import Ledger
+from ppl_eval.results.result import build_metric_logger
 from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.share import share_of
 from ppl_eval.run.state import NOTHING_DONE, RunState, Source
 
 
-def prepare(settings: Settings, world: World, resources: ExitStack) -> Mapping[str, Any] | None:
-    """Read the baseline, and keep other runs out of the output folder; rank 0 does.
+def prepare(settings: Settings, world: World, resources: ExitStack) -> tuple[Mapping[str, Any] | None, Any]:
+    """Read the baseline, build the metric logger, and keep other runs out of the output folder; rank 0 does.
+
+    Returns:
+        The baseline and the metric logger, None each where there is none.
 
     Raises:
         ValueError: if the baseline cannot be read, or the folder cannot be written or is in use.
     """
     if world.rank:
-        return None
-    other = baseline.prepare(settings)
+        return None, None
+    other, metric_logger = baseline.prepare(settings), None
+    if settings.metric_logger is not None:
+        metric_logger = build_metric_logger(settings.metric_logger)
+        resources.callback(metric_logger.close)
     resources.callback(ledger.lock_output_dir(Path(settings.output_dir)).release)
-    return other
+    return other, metric_logger
 
 
 def open_ledger(state: RunState, resources: ExitStack, say: Callable[[str], None]) -> tuple[RunState, Ledger]:
@@ -88,7 +95,7 @@ def take_up(
         The baseline, the run with what is done, and its ledger.
     """
     settings, world = own
-    other = world.agree("output", lambda: prepare(settings, world, resources))
+    other, _ = world.agree("output", lambda: prepare(settings, world, resources))
     share = share_of(settings.part, source.inputs)
     state = replace(state, settings=settings, world=world, source=source, share=share, done=NOTHING_DONE)
     return other, *open_ledger(state, resources, say)

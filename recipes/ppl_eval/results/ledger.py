@@ -63,6 +63,9 @@ class Ledger:
                 # Behind what an earlier run of this plan left, on the grid of whole records.
                 self._begin = self._file.tell() // records.itemsize * records.itemsize
                 self._file.truncate(self._begin)
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                # What goes on being written there would be lost with the process.
+                raise FileNotFoundError(errno.ENOENT, "it was removed while the run was writing it")
             if self._file.write(records.tobytes()) < records.nbytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._synchronise()
@@ -118,11 +121,12 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int, num_bucke
         num_buckets: position buckets of the run.
 
     Raises:
-        ValueError: if the folder cannot be written.
+        ValueError: if the folder cannot be written, or the disk is too full for the records.
     """
     folder = output_dir / FOLDER / plan_key(facts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder, facts.get("num_windows", 0), num_buckets)
         if not (folder / PLAN_FILE).exists():
             write_json(folder / PLAN_FILE, facts)
     except OSError as error:
@@ -131,6 +135,15 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int, num_bucke
             " an output_dir that it can write"
         ) from error
     return Ledger(folder, rank, num_buckets)
+
+
+def _check_room(folder: Path, num_windows: int, num_buckets: int) -> None:
+    needed, free = num_windows * record_dtype(num_buckets).itemsize, shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"{folder} has {free / 2**20:,.1f} MiB of free space, but the records of {num_windows:,} windows"
+            f" take up to {needed / 2**20:,.1f} MiB; make room, or choose another output_dir"
+        )
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:

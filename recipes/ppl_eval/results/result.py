@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from omegaconf import DictConfig
 from torchtune.utils import get_logger
 
 from ppl_eval.config.components import instantiate
@@ -32,6 +33,32 @@ from ppl_eval.tokenization.pieces import token_texts
 
 PART_RESULT = "part.json"
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
+
+
+def build_metric_logger(section: DictConfig) -> Any:
+    """Build the metric logger, before any work is done.
+
+    Raises:
+        ValueError: if its package is missing, or it cannot be built.
+    """
+    try:
+        return instantiate("metric_logger", section)
+    except ImportError as error:
+        raise ValueError(f"metric_logger: {error}") from error
+
+
+def check_comparable(inputs: Inputs, other: Mapping[str, Any] | None) -> None:
+    """Refuse a baseline that measured something else, before any window is scored.
+
+    Args:
+        inputs: what the run will score.
+        other: the baseline's result, if there is one.
+
+    Raises:
+        baseline.IncomparableError: if it did.
+    """
+    if other is not None:
+        baseline.check_comparable({"schema": table.SCHEMA, **_asked(inputs)}, other)
 
 
 def rank_row(state: RunState, scored: Scored) -> npt.NDArray[np.float64]:
@@ -150,8 +177,21 @@ def _rounded(totals: Totals, rounded_nll: float | None) -> dict[str, Any]:
 
 def _question(state: RunState) -> dict[str, Any]:
     """Return what was measured: protocol, plan and data."""
-    inputs = state.inputs
-    data, plan, protocol = inputs.data, inputs.plan, inputs.protocol
+    plan = state.inputs.plan
+    return {
+        **_asked(state.inputs),
+        "plan": {
+            "batch_size": plan.batch_size,
+            "num_batches": plan.num_batches,
+            "resumed_batches": state.num_done,
+            "max_windows": state.settings.max_windows,
+            "whole": plan.is_whole,
+        },
+    }
+
+
+def _asked(inputs: Inputs) -> dict[str, Any]:
+    data, protocol = inputs.data, inputs.protocol
     return {
         "protocol": {
             "name": protocol.name,
@@ -159,13 +199,6 @@ def _question(state: RunState) -> dict[str, Any]:
             "bos_tokens": data.fingerprint["bos_tokens"],
             "prefix_token": inputs.prefix_token,
             "denominator": protocol.denominator,
-        },
-        "plan": {
-            "batch_size": plan.batch_size,
-            "num_batches": plan.num_batches,
-            "resumed_batches": state.num_done,
-            "max_windows": state.settings.max_windows,
-            "whole": plan.is_whole,
         },
         "dataset": {
             "name": inputs.source.name,
@@ -221,6 +254,8 @@ def write_result(
     per_rank: npt.NDArray[np.float64],
     rounded_nll: float | None,
     other: Mapping[str, Any] | None,
+    *,
+    metric_logger: Any = None,
 ) -> int:
     """Write ``result.json``, print the table, log the numbers, and compare with the baseline; rank 0.
 
@@ -230,6 +265,7 @@ def write_result(
         per_rank: ``rank_row`` of every rank.
         rounded_nll: what the function of that name returned.
         other: the baseline's result, if there is one.
+        metric_logger: one of torchtune's, or None.
 
     Returns:
         The exit code.
@@ -244,7 +280,7 @@ def write_result(
     if settings.part is not None:
         _write_part(state, result)
         return 0
-    publish(settings, result, path)
+    publish(settings, result, path, metric_logger)
     if other is None:
         return 0
     code, message = baseline.compare(result, other, settings.baseline_tolerance)
@@ -254,16 +290,14 @@ def write_result(
     return code
 
 
-def publish(settings: Settings, result: Mapping[str, Any], path: Path) -> None:
+def publish(settings: Settings, result: Mapping[str, Any], path: Path, metric_logger: Any = None) -> None:
     """Write a result, print its table, and log its numbers."""
     write_json(path, result)
     print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
     get_logger(settings.log_level).info(f"written to {path}")
-    if settings.metric_logger is not None:
-        metric_logger = instantiate("metric_logger", settings.metric_logger)
+    if metric_logger is not None:
         numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
         metric_logger.log_dict(numbers, step=0)
-        metric_logger.close()
 
 
 def _write_part(state: RunState, result: Mapping[str, Any]) -> None:
