@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import distributed_ppl_eval
+from ppl_eval.distributed.outcome import Stop
 from ppl_eval.run import loop
 
 forward = loop.batches_of
@@ -20,6 +21,9 @@ for number, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
     if argv[0] == "reversed":
         argv = argv[1:]
         loop.batches_of = lambda *args, **kwargs: forward(*args, **kwargs)[::-1]
-    code = distributed_ppl_eval.run(argv)
+    try:
+        code = distributed_ppl_eval.run(argv)
+    except Stop as stop:
+        code = stop.code
     if code:
         sys.exit(code)

@@ -83,7 +83,11 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
         rounded_nll = result.rounded_nll(settings, inputs, records, _alone)
         measured = result.measured(settings, inputs, sums, inputs.expected_tokens, rounded_nll)
         joined = join_results([part.about for part in parts], measured)
-        result.publish(settings, joined, output_dir / "result.json")
+        section = settings.metric_logger
+        metric_logger = result.build_metric_logger(section) if section is not None else None
+        result.publish(settings, joined, output_dir / "result.json", metric_logger)
+        if metric_logger is not None:
+            metric_logger.close()
     finally:
         lock.release()
     return joined
