@@ -84,11 +84,11 @@ class DistributedPPLEvalRecipe:
         from torchtune.utils import get_logger
 
         from ppl_eval.config import environment
-        from ppl_eval.distributed import collectives
         from ppl_eval.parallel.parallel_dims import ParallelDims
         from ppl_eval.results import continuation
         from ppl_eval.results.result import check_comparable
         from ppl_eval.run.facts import source_facts
+        from ppl_eval.run.groups import join_groups
         from ppl_eval.run.reading import fill_model
         from ppl_eval.run.share import share_of
         from ppl_eval.run.state import NOTHING_DONE, RunState
@@ -107,14 +107,7 @@ class DistributedPPLEvalRecipe:
         )
         dtype = world.agree("dtype", lambda: environment.choose_dtype(settings.dtype, device))
         dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
-        self._resources.enter_context(process_group.process_group(world, device, settings.backend))
-        ranks_of_nodes = [node.ranks for node in world.nodes]
-        with process_group.naming_network(world, process_group.choose_backend(device, settings.backend)):
-            self._add_over_ranks = collectives.add_over_ranks(
-                ranks_of_nodes, world.rank, device, settings.aggregation.topology
-            )
-            mesh = dims.build_mesh(device.type)
-            process_group.check_groups(self._add_over_ranks, mesh, world.rank)
+        self._add_over_ranks, mesh = join_groups(settings, world, device, dims, self._resources)
         self._baseline, self._metric_logger = world.agree(
             "output", lambda: continuation.prepare(settings, world, self._resources)
         )
@@ -182,12 +175,12 @@ class DistributedPPLEvalRecipe:
 
     def save_checkpoint(self, **_: Any) -> None:
         """Write the result, print it, and hold it against the baseline: rank 0 does, the others wait."""
-        from ppl_eval.results import result
+        from ppl_eval.results import parquet_files, result
 
         state, scored, world = self.state, self.scored, self.world
         own = self._ledger.own()
         if self.settings.part is None:
-            result.write_tables(
+            parquet_files.write_tables(
                 self.settings,
                 state.inputs,
                 own,

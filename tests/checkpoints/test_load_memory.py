@@ -70,7 +70,8 @@ def test_peak_of_one_process(folders):
     assert len(lines) == len(cases)
     for case, line in zip(cases, lines, strict=True):
         found = json.loads(line)
-        assert found["resident_growth_bytes"] > 0.8 * found["weight_bytes"], (case, found)
+        # That pages are counted at all; a machine short of memory takes some of them back at once.
+        assert found["resident_growth_bytes"] > 0.5 * found["weight_bytes"], (case, found)
         assert found["peak_growth_bytes"] <= 1.2 * found["weight_bytes"] + found["largest_bytes"], (
             case,
             found,

@@ -101,7 +101,16 @@ def write_records(plan: Plan, data: TokenData, ranks: list[np.ndarray], folder: 
         return vector + sum(chunks[chunk] for chunks in sent)
 
     kinds = {"per_window": True, "per_document": True}
-    records.write(folder, ranks[0], plan, data, covered, add, **kinds, windows_at_once=WINDOWS_AT_ONCE)
+    records.write(
+        folder,
+        ranks[0],
+        plan,
+        data,
+        covered=covered,
+        add_over_ranks=add,
+        **kinds,
+        windows_at_once=WINDOWS_AT_ONCE,
+    )
 
 
 def _ones(vector: np.ndarray) -> np.ndarray:
@@ -237,7 +246,9 @@ def test_failed_writing_leaves_nothing_behind(tmp_path: Path) -> None:
         raise RuntimeError("a rank died")
 
     with pytest.raises(RuntimeError, match="a rank died"):
-        records.write(tmp_path, own, plan, data, None, fail, per_window=True, per_document=True)
+        records.write(
+            tmp_path, own, plan, data, covered=None, add_over_ranks=fail, per_window=True, per_document=True
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -42,6 +42,10 @@ LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 # Llama 3.1's frequency factors as a tensor; torchtune's builder computes the same ones from scale_factor.
 ROTARY_FACTORS = "rope_freqs.weight"
 LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
+NO_WINDOW = (
+    "llama.cpp's files of Mistral name no sliding window, so attention is full: the same as transformers for"
+    " every Mistral but 7B v0.1, and for that up to 4096 tokens; its config.json beside it adds the window"
+)
 
 
 def read_gguf(
@@ -99,11 +103,7 @@ def read_gguf(
     if beside:
         config = dict(config_check.completed(config, beside, notes))
     elif config["model_type"] == "mistral" and config["sliding_window"] is None:
-        notes.append(
-            f"{path.name}: llama.cpp's files of Mistral name no sliding window, so attention is full: the"
-            " same as transformers for every Mistral but 7B v0.1, and for that up to 4096 tokens; its"
-            " config.json beside the file adds the window"
-        )
+        notes.append(f"{path.name}: {NO_WINDOW}")
     return lazy, config
 
 

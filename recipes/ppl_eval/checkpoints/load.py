@@ -92,9 +92,7 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
         check_architecture(hf_config)
     if paths[0].suffix == ".gguf":
         if len(paths) > 1:
-            raise ValueError(
-                f"checkpointer.checkpoint_files names {len(paths)} GGUF files: a model is one of them"
-            )
+            raise ValueError(f"checkpointer.checkpoint_files: {len(paths)} GGUF files; a model is one")
         state_dict, hf_config = read_gguf(paths[0], model_type=model_type, beside=hf_config, notes=notes)
     else:
         stored = index_files(paths, form=form, allow_unsafe_pickle=unsafe, notes=notes)
@@ -120,10 +118,9 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
             notes=notes,
         )
         paths.append(adapter)
-    recipe_state = _read_recipe_state(cfg, folder, allow_unsafe_pickle=unsafe, notes=notes)
     return LoadedCheckpoint(
         state_dict=state_dict,
-        recipe_state=recipe_state,
+        recipe_state=_read_recipe_state(cfg, folder, allow_unsafe_pickle=unsafe, notes=notes),
         hf_config=hf_config,
         identity={p.name: {"bytes": p.stat().st_size, "sampled_sha256": sampled_sha256(p)} for p in paths},
         quantized=quantized,

@@ -20,7 +20,7 @@ from ppl_eval.distributed.rendezvous import meet
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols.batches import expected_hash_sums
-from ppl_eval.results import result
+from ppl_eval.results import parquet_files, result
 from ppl_eval.results.ledger import FOLDER, lock_output_dir, read_ledger
 from ppl_eval.results.previous import set_aside
 from ppl_eval.results.resume import describe_differences, read_facts
@@ -79,7 +79,9 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
         if moved := set_aside(output_dir, parts[0].about["key"], None):
             print(moved)
         ledgers = [part.ledger for part in parts]
-        result.write_tables(settings, inputs, records, ledgers, rank=0, world_size=1, add_over_ranks=_alone)
+        parquet_files.write_tables(
+            settings, inputs, records, ledgers, rank=0, world_size=1, add_over_ranks=_alone
+        )
         rounded_nll = result.rounded_nll(settings, inputs, records, _alone)
         measured = result.measured(settings, inputs, sums, inputs.expected_tokens, rounded_nll)
         joined = join_results([part.about for part in parts], measured)

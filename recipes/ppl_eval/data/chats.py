@@ -69,7 +69,6 @@ def chat(
     parameters: dict[str, Any] = {"form": form, "loss": loss, "chat_template": chat_template}
     parameters["template_arguments"] = arguments
     notes: list[str] = []
-    read: Callable[[], Iterator[tuple[str, Any]]]
     if paths is not None:
         found = expand_paths(paths)
         notes = found.notes()

@@ -1,9 +1,8 @@
 """What goes into ``result.json``: every number with everything that it depends on."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import Totals, resolve_precision
 from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols import coverage
-from ppl_eval.results import baseline, records, table, tokens
+from ppl_eval.results import baseline, records, table
 from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
-from ppl_eval.results.token_spool import SpooledTokens
 from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.run.state import RunState, Scored
-from ppl_eval.tokenization.pieces import token_texts
 
 PART_RESULT = "part.json"
 _ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
@@ -308,60 +305,4 @@ def _write_part(state: RunState, result: Mapping[str, Any]) -> None:
         f"part {settings.part}: {result['num_windows']:,} windows, {result['num_tokens']:,} tokens;"
         f" written to {path.parent}. When all parts are done: ppl-eval merge {path.parent.parent} -o DIR",
         flush=True,
-    )
-
-
-def write_tables(
-    settings: Settings,
-    inputs: Inputs,
-    own: Records,
-    ledgers: Sequence[Path],
-    *,
-    rank: int,
-    world_size: int,
-    add_over_ranks: AddOverRanks,
-) -> None:
-    """Write what each window, document and token scored, where asked for; all ranks take part.
-
-    Args:
-        settings: of the run.
-        inputs: tokens and plan.
-        own: what this rank answers for (``Ledger.own``).
-        ledgers: the ledgers' folders of this host, where its tokens are.
-        rank: this rank.
-        world_size: all ranks.
-        add_over_ranks: sums a vector over ranks.
-
-    Raises:
-        ValueError: if tokens are missing of windows that are recorded.
-    """
-    output_dir, plan, data = Path(settings.output_dir), inputs.plan, inputs.data
-    if settings.per_window or settings.per_document:
-        records.write(
-            output_dir if rank == 0 else None,
-            own,
-            plan,
-            data,
-            denominators.covered_text(plan, data),
-            add_over_ranks,
-            per_window=settings.per_window,
-            per_document=settings.per_document,
-        )
-    if not settings.per_token:
-        return
-    found = SpooledTokens(ledgers, own, rank)
-    if found.missing_W.any():
-        raise ValueError(
-            f"per_token: {', '.join(map(str, ledgers))}: {int(found.missing_W.sum())} windows are recorded"
-            " without their tokens; run again, which scores them anew"
-        )
-    tokens.write(
-        output_dir,
-        found,
-        plan,
-        data,
-        partial(token_texts, inputs.encoder),
-        rank=rank,
-        world_size=world_size,
-        add_over_ranks=add_over_ranks,
     )

@@ -17,6 +17,8 @@ from ppl_eval.parallel import fsdp as sharding
 from ppl_eval.parallel.parallel_dims import ParallelDims, fsdp_mesh
 from ppl_eval.scoring.nll import ScoringModel
 
+NO_TP = "tensor_parallel_plan has no effect with tensor_parallel_dim: 1"
+
 
 @dataclass(frozen=True)
 class SplitModel:
@@ -68,8 +70,7 @@ def split_model(
     """Split layers over ``tp``, attention over ``cp``, and parameters over ``dp_shard`` x ``cp``.
 
     Args:
-        decoder: on the meta device, its family's corrections applied, its checkpoint's names and shapes
-            checked.
+        decoder: on the meta device, corrected, its checkpoint's names and shapes checked.
         dims: degrees.
         mesh: what ``dims.build_mesh`` returned.
         device: where this rank computes.
@@ -86,19 +87,16 @@ def split_model(
         ValueError: if the model cannot be split so.
     """
     assert shard or not dims.tp_enabled
-    notes: list[str] = []
+    notes = [NO_TP] if plan is not None and not dims.tp_enabled else []
     tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None
     cp_group = mesh.get_group("cp") if mesh is not None and dims.cp_enabled else None
-    if plan is not None and tp_mesh is None:
-        notes.append("tensor_parallel_plan has no effect with tensor_parallel_dim: 1")
     slices = _split_layers(decoder, tp_mesh, cp_group, plan)
-    vocab_group = tp_mesh.get_group() if tp_mesh is not None and plan is None else None
     scorer = ScoringModel(
         decoder,
         max_logits_bytes,
         softmax=softmax,
         details=details,
-        vocab_group=vocab_group,
+        vocab_group=tp_mesh.get_group() if tp_mesh is not None and plan is None else None,
         sequence_group=cp_group,
     )
     if mesh is not None and shard and dims.fsdp_enabled:
@@ -113,10 +111,14 @@ def split_model(
     elif cpu_offload:
         notes.append("fsdp_cpu_offload has no effect without FSDP (data_parallel_shard_dim: 1)")
     sharded_offload = cpu_offload and dims.fsdp_enabled and device.type != "cpu"
+    return SplitModel(scorer, slices, device, sharded_offload, notes, *_place_in_copy(dims, mesh))
+
+
+def _place_in_copy(dims: ParallelDims, mesh: DeviceMesh | None) -> tuple[int, bool]:
+    """Return which part of a copy of the model this rank holds, and whether it speaks for its tp group."""
     # tp is the innermost axis and dp_replicate the outermost: a copy of the model is a run of ranks.
     rank = 0 if mesh is None else mesh.get_rank()
-    part, tp_rank = rank % (dims.dp_shard * dims.cp * dims.tp), rank % dims.tp
-    return SplitModel(scorer, slices, device, sharded_offload, notes, part, tp_rank == 0)
+    return rank % (dims.dp_shard * dims.cp * dims.tp), rank % dims.tp == 0
 
 
 def _split_layers(

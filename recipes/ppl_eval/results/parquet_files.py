@@ -1,0 +1,70 @@
+"""The Parquet files of a run: which of them a config asks for, and what each is made of."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ppl_eval.config.settings import Settings
+from ppl_eval.distributed.collectives import AddOverRanks
+from ppl_eval.metrics import denominators
+from ppl_eval.metrics.window_records import Records
+from ppl_eval.results import records, tokens
+from ppl_eval.results.token_spool import SpooledTokens
+from ppl_eval.run.inputs import Inputs
+from ppl_eval.tokenization.pieces import token_texts
+
+
+def write_tables(
+    settings: Settings,
+    inputs: Inputs,
+    own: Records,
+    ledgers: Sequence[Path],
+    *,
+    rank: int,
+    world_size: int,
+    add_over_ranks: AddOverRanks,
+) -> None:
+    """Write what each window, document and token scored, where asked for; all ranks take part.
+
+    Args:
+        settings: of the run.
+        inputs: tokens and plan.
+        own: what this rank answers for (``Ledger.own``).
+        ledgers: the ledgers' folders of this host, where its tokens are.
+        rank: this rank.
+        world_size: all ranks.
+        add_over_ranks: sums a vector over ranks.
+
+    Raises:
+        ValueError: if tokens are missing of windows that are recorded.
+    """
+    output_dir, plan, data = Path(settings.output_dir), inputs.plan, inputs.data
+    if settings.per_window or settings.per_document:
+        records.write(
+            output_dir if rank == 0 else None,
+            own,
+            plan,
+            data,
+            covered=denominators.covered_text(plan, data),
+            add_over_ranks=add_over_ranks,
+            per_window=settings.per_window,
+            per_document=settings.per_document,
+        )
+    if not settings.per_token:
+        return
+    found = SpooledTokens(ledgers, own, rank)
+    if found.missing_W.any():
+        raise ValueError(
+            f"per_token: {', '.join(map(str, ledgers))}: {int(found.missing_W.sum())} windows are recorded"
+            " without their tokens; run again, which scores them anew"
+        )
+    tokens.write(
+        output_dir,
+        found,
+        plan,
+        data,
+        partial(token_texts, inputs.encoder),
+        rank=rank,
+        world_size=world_size,
+        add_over_ranks=add_over_ranks,
+    )
