@@ -4,7 +4,6 @@ import hashlib
 import os
 import platform
 import resource
-import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -109,15 +108,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 def versions() -> dict[str, str | None]:
     """Return versions of what the numbers depend on.
 
-    ``cpu`` is the instruction set of torch's kernels, ``source`` a hash of this project's modules, and
-    ``git`` the commit of the checkout that they are run from, if they are.
+    ``cpu`` is the instruction set of torch's kernels, and ``source`` a hash of this project's modules.
     """
     return {
         "python": platform.python_version(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         **{package: _version(package) for package in _PACKAGES},
         "source": _source_hash(),
-        "git": _git_commit(),
     }
 
 
@@ -161,24 +158,6 @@ def _source_hash() -> str:
             f"{path.relative_to(package)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode()
         )
     return digest.hexdigest()
-
-
-@cache
-def _git_commit() -> str | None:
-    root = Path(__file__).resolve().parents[3]
-    if not (root / ".git").exists():
-        return None
-    try:
-        described = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip()
 
 
 def _version(package: str) -> str | None:
