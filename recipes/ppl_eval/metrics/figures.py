@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from ppl_eval.data.token_data import TokenData
-from ppl_eval.metrics.accumulator import Accumulator
+from ppl_eval.metrics import comparison
+from ppl_eval.metrics.accumulator import Accumulator, PartSums
 from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.metrics.groups import Domain, bits_per_byte_uncertainty, suite_figures
 from ppl_eval.metrics.standard_error import Blocks
@@ -105,6 +106,7 @@ def all_figures(
             **uncertainty(part.totals, part.blocks),
             **bits_per_byte_uncertainty(part.blocks, part.totals.num_tokens, num_bytes),
             **protocol_figures(protocol, part.totals, num_words),
+            **_compared(part),
         }
 
     found = of(sums.run, slice(None))
@@ -128,10 +130,21 @@ def all_figures(
             }
             for i, bucket in enumerate(sums.positions)
         ]
+        for part, bucket, compared in zip(
+            found["positions"], sums.positions, sums.compared_positions, strict=False
+        ):
+            part["comparison"] = comparison.bucket_figures(compared, bucket.nll_fixed, bucket.num_tokens)
     return found
 
 
 _BY_POSITION = ("perplexity", "ce_loss", "nll_sum", "num_tokens", "top1_accuracy")
+
+
+def _compared(part: PartSums) -> dict[str, Any]:
+    if part.compared is None:
+        return {}
+    totals = part.totals
+    return {"comparison": comparison.figures(part.compared, totals.nll_fixed, totals.num_tokens)}
 
 
 def _exp(value: float | None) -> float | str | None:

@@ -31,6 +31,22 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
+class TokenComparison(NamedTuple):
+    """What a comparison found of each scored token of a batch, in row-major order.
+
+    Attributes:
+        reference_nll_N: NLL under the reference, nats; float32.
+        kl_N: KL(reference || model), nats; float32.
+        reverse_kl_N: KL(model || reference), nats; float32.
+        top_rank_N: rank under the model of the reference's most likely token; 1 where both agree; int64.
+    """
+
+    reference_nll_N: npt.NDArray[np.float32]
+    kl_N: npt.NDArray[np.float32]
+    reverse_kl_N: npt.NDArray[np.float32]
+    top_rank_N: IntArray
+
+
 class WindowScores(NamedTuple):
     """What scoring found, one entry a window.
 
@@ -43,6 +59,7 @@ class WindowScores(NamedTuple):
         correct_BT: whether each scored target was the most likely token; int64. None likewise.
         details_N: rank, most likely token and entropy of the scored targets (``nll.token_nll``); empty if
             they were not asked for.
+        comparison: the scored targets beside a reference; None without one.
     """
 
     nll_sum_B: FloatArray
@@ -52,15 +69,7 @@ class WindowScores(NamedTuple):
     nll_BT: FloatArray | None = None
     correct_BT: IntArray | None = None
     details_N: tuple[npt.NDArray[Any], ...] = ()
-
-    def subset(self, chosen_B: npt.NDArray[np.bool_]) -> WindowScores:
-        """Return the sums of some of the windows."""
-        return WindowScores(
-            self.nll_sum_B[chosen_B],
-            self.nll_sq_sum_B[chosen_B],
-            self.num_tokens_B[chosen_B],
-            self.num_correct_B[chosen_B],
-        )
+    comparison: TokenComparison | None = None
 
 
 def fixed_limbs(values: FloatArray) -> list[IntArray]:

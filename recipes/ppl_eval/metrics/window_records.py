@@ -7,6 +7,7 @@ A record is little endian and of one size in a run:
     scored_hash_sums                     4 x uint64; set hash of the window's scored targets (``coverage``)
     bucket_nll                           5 x int64 a position bucket; see ``fixed_limbs``
     bucket_tokens, bucket_correct        int64 a position bucket
+    the fields of a comparison           with a reference; see ``comparison.record_fields``
     check                                uint64 over all the rest
 
 New fields come with a new ``VERSION``, which is part of what a ledger is known by.
@@ -16,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
+from ppl_eval.metrics import comparison
 from ppl_eval.metrics.totals import NUM_VALUE_LIMBS, WindowScores, fixed_limbs
 from ppl_eval.protocols import coverage
 from ppl_eval.protocols.base import IntArray
 from ppl_eval.protocols.batches import Batch
 
-VERSION = 2
+VERSION = 3
 # In the order of the fields of ``WindowScores``.
 WINDOW_SUMS = ("nll_sum", "nll_sq_sum", "num_tokens", "num_correct")
 _COUNTS, _SUMS = ("window_id", "num_tokens", "num_correct"), ("nll_sum", "nll_sq_sum")
@@ -29,11 +31,12 @@ _COUNTS, _SUMS = ("window_id", "num_tokens", "num_correct"), ("nll_sum", "nll_sq
 Records = npt.NDArray[np.void]
 
 
-def record_dtype(num_buckets: int = 0) -> np.dtype[np.void]:
+def record_dtype(num_buckets: int = 0, compared: bool = False) -> np.dtype[np.void]:
     """Return the form of a record.
 
     Args:
         num_buckets: position buckets of the run.
+        compared: whether the run has a reference.
     """
     buckets = [
         ("bucket_nll", "<i8", (num_buckets, NUM_VALUE_LIMBS)),
@@ -45,6 +48,7 @@ def record_dtype(num_buckets: int = 0) -> np.dtype[np.void]:
         + [(name, "<f8") for name in _SUMS]
         + [("scored_hash_sums", "<u8", (coverage.NUM_HASH_SUMS,))]
         + (buckets if num_buckets else [])
+        + (comparison.record_fields(num_buckets) if compared else [])
         + [("check", "<u8")]
     )
 
@@ -59,15 +63,19 @@ def records_of(batch: Batch, scores: WindowScores, num_buckets: int = 0, bucket_
         bucket_width: positions of a bucket: bucket i has the targets after i * width + 1 to (i + 1) * width
             tokens.
     """
-    records = np.zeros(len(batch.window_ids_B), dtype=record_dtype(num_buckets))
+    compared = scores.comparison
+    records = np.zeros(len(batch.window_ids_B), dtype=record_dtype(num_buckets, compared is not None))
     records["window_id"] = batch.window_ids_B
     records["num_tokens"], records["num_correct"] = scores.num_tokens_B, scores.num_correct_B
     records["nll_sum"], records["nll_sq_sum"] = scores.nll_sum_B, scores.nll_sq_sum_B
     records["scored_hash_sums"] = batch.scored_hash_sums_B4
+    scored_BT = batch.labels_BT[: len(records)].numpy() != CROSS_ENTROPY_IGNORE_IDX
+    if compared is not None:
+        assert scores.nll_BT is not None
+        comparison.fill_records(records, scores.nll_BT, scored_BT, compared, bucket_width)
     if num_buckets:
         assert scores.nll_BT is not None
         assert scores.correct_BT is not None
-        scored_BT = batch.labels_BT[: len(scores.nll_BT)].numpy() != CROSS_ENTROPY_IGNORE_IDX
         for index in range(num_buckets):
             columns = slice(index * bucket_width, (index + 1) * bucket_width)
             # NLL and correctness are 0 where nothing is scored.
@@ -99,9 +107,9 @@ def bucket_width(max_seq_len: int, num_buckets: int) -> int:
     return -(-max_seq_len // max(num_buckets, 1))
 
 
-def no_records(num_buckets: int = 0) -> Records:
+def no_records(num_buckets: int = 0, compared: bool = False) -> Records:
     """Return an empty array of records."""
-    return np.zeros(0, dtype=record_dtype(num_buckets))
+    return np.zeros(0, dtype=record_dtype(num_buckets, compared))
 
 
 def in_order(records: Records) -> Records:
