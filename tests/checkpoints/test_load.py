@@ -178,12 +178,6 @@ def test_unknown_names_in_the_section(tmp_path, weights):
         load_state_dict(section)
 
 
-def test_checkpoint_quantised_for_transformers_is_refused(tmp_path, weights):
-    section = tiny.write_hf(tmp_path, weights, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ValueError, match=r"already quantised by gptq"):
-        load_state_dict(section)
-
-
 def test_damaged_safetensors_are_named_with_their_sizes(tmp_path, weights):
     section = tiny.write_hf(tmp_path, weights)
     path = tmp_path / "model.safetensors"

@@ -161,7 +161,6 @@ def test_newer_architectures_are_refused_with_what_is_supported(model_type):
     ("extra", "message"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "gives no probability of a next token"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "already quantised by gptq"),
     ],
 )
 def test_checkpoints_that_are_no_plain_language_model_are_refused(extra, message):

@@ -19,6 +19,8 @@ from ppl_eval.checkpoints.gguf import read_gguf
 from ppl_eval.checkpoints.inside import inside_folder
 from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
 from ppl_eval.checkpoints.meta_config import meta_config
+from ppl_eval.checkpoints.packed_weights import KEY as DEQUANTIZE
+from ppl_eval.checkpoints.packed_weights import packing_of, unpack
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.safetensors import sampled_sha256
 from ppl_eval.checkpoints.torch_files import read_torch_file
@@ -41,6 +43,7 @@ KNOWN_KEYS = (
     "keep_last_n_checkpoints",
     "allow_unsafe_pickle",
     "lora_alpha",
+    DEQUANTIZE,
 )
 RECIPE_STATE_PLACES = ("recipe_state.pt", "recipe_state/recipe_state.pt", "../recipe_state/recipe_state.pt")
 
@@ -56,6 +59,7 @@ class LoadedCheckpoint:
             None where there is neither.
         identity: cheap fingerprint; ranks that opened the same checkpoint have equal ones.
         quantized: whether some weights are already quantised.
+        packing: how weights are packed that are dequantised while they are read, or None.
         notes: everything the person should know about what was read.
     """
 
@@ -64,6 +68,7 @@ class LoadedCheckpoint:
     hf_config: HFConfig | None
     identity: dict[str, Any]
     quantized: bool
+    packing: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -74,7 +79,8 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
         cfg: the section, in torchtune's keys: ``_component_``, ``checkpoint_dir``, ``checkpoint_files`` (a
             list, torchtune's {filename_format, max_filename}, or nothing: found by name), ``model_type``,
             ``recipe_checkpoint``, ``adapter_checkpoint``; and ours: ``allow_unsafe_pickle``, ``lora_alpha``
-            (of an adapter without adapter_config.json). A file ending in .gguf is read as what it is.
+            (of an adapter without adapter_config.json), ``dequantize`` (see ``packed_weights``). A file
+            that ends in .gguf is read as what it is.
 
     Raises:
         ValueError: for an unknown key or component, missing, truncated or corrupt file, or one that would
@@ -86,23 +92,7 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
     paths = weight_paths(cfg, folder)
     model_type = str(cfg.get("model_type", ""))
     unsafe = bool(cfg.get("allow_unsafe_pickle", False))
-    hf_config = _read_hf_config(folder)
-    if hf_config and "model_type" in hf_config:
-        # Before a converter meets keys that it does not know, and says so in its own words.
-        check_architecture(hf_config)
-    if paths[0].suffix == ".gguf":
-        if len(paths) > 1:
-            raise ValueError(f"checkpointer.checkpoint_files: {len(paths)} GGUF files; a model is one")
-        state_dict, hf_config = read_gguf(paths[0], model_type=model_type, beside=hf_config, notes=notes)
-    else:
-        stored = index_files(paths, form=form, allow_unsafe_pickle=unsafe, notes=notes)
-        state_dict = convert(stored, form=form, model_type=model_type, hf_config=hf_config)
-        if form == "meta":
-            embedding = state_dict.meta.get("tok_embeddings.weight")
-            vocab_size = None if embedding is None else embedding.shape[0]
-            hf_config = meta_config(
-                folder, model_type=model_type, vocab_size=vocab_size, beside=hf_config, notes=notes
-            )
+    state_dict, hf_config, method = _open_weights(cfg, folder, form, paths, notes)
     quantized = any(is_quantized(t) for t in state_dict.meta.values())
     adapter = _adapter(cfg, folder, notes)
     if adapter:
@@ -124,8 +114,42 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
         hf_config=hf_config,
         identity={p.name: {"bytes": p.stat().st_size, "sampled_sha256": sampled_sha256(p)} for p in paths},
         quantized=quantized,
+        packing=method,
         notes=notes,
     )
+
+
+def _open_weights(
+    cfg: Mapping[str, Any], folder: Path, form: str, paths: list[Path], notes: list[str]
+) -> tuple[LazyStateDict, HFConfig | None, str | None]:
+    """Return weights under torchtune's names, what describes the model, and how the weights are packed."""
+    model_type = str(cfg.get("model_type", ""))
+    hf_config = _read_hf_config(folder)
+    if hf_config and "model_type" in hf_config:
+        # Before a converter meets keys that it does not know, and says so in its own words.
+        check_architecture(hf_config)
+    packing, first = packing_of(hf_config, folder), paths[0]
+    if packing and (form != "hf" or first.suffix == ".gguf"):
+        raise ValueError(
+            f"{folder} has weights quantised by {packing['quant_method']} (config.json, or the file of"
+            f" settings beside it), and {first.name} is in another form: move it to a folder of its own"
+        )
+    if first.suffix == ".gguf":
+        if len(paths) > 1:
+            raise ValueError(f"checkpointer.checkpoint_files: {len(paths)} GGUF files; a model is one")
+        return *read_gguf(first, model_type=model_type, beside=hf_config, notes=notes), None
+    unsafe = bool(cfg.get("allow_unsafe_pickle", False))
+    stored = index_files(paths, form=form, allow_unsafe_pickle=unsafe, notes=notes)
+    unpacked = unpack(stored, packing, weights_only=bool(cfg.get(DEQUANTIZE, False)))
+    notes += unpacked.notes
+    state_dict = convert(unpacked.stored, form=form, model_type=model_type, hf_config=hf_config)
+    if form == "meta":
+        embedding = state_dict.meta.get("tok_embeddings.weight")
+        vocab_size = None if embedding is None else embedding.shape[0]
+        hf_config = meta_config(
+            folder, model_type=model_type, vocab_size=vocab_size, beside=hf_config, notes=notes
+        )
+    return state_dict, hf_config, unpacked.method
 
 
 def _form(cfg: Mapping[str, Any]) -> str:

@@ -278,8 +278,8 @@ def check_architecture(config: HFConfig) -> None:
     """Refuse checkpoints that no family's builder computes.
 
     Raises:
-        ValueError: for an unknown model_type, a head other than a language model's, or weights packed by
-            another quantiser.
+        ValueError: for an unknown model_type, a head other than a language model's, or attention that no
+            builder computes.
     """
     architecture_of(config)
     for architecture in config.get("architectures") or ():
@@ -291,13 +291,6 @@ def check_architecture(config: HFConfig) -> None:
     for key in ("use_bidirectional_attention", "per_layer_config"):
         if config.get(key):
             raise ValueError(f"config.json has {key}={config[key]}, which torchtune 0.6.1 cannot build")
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "an unnamed method")
-        raise ValueError(
-            f"the weights are already quantised by {method} (quantization_config in config.json), "
-            "a form that torchtune cannot load; take the full-precision checkpoint and set `quantizer`"
-        )
 
 
 def correct(model: TransformerDecoder, builder: str, config: HFConfig | None) -> list[str]:

@@ -214,6 +214,7 @@ def _model(state: RunState) -> dict[str, Any]:
         "num_parameters": state.model.num_parameters,
         "checkpoint": {"weights_hash": state.weights_hash, "files": checkpoint.identity},
         "quantized_checkpoint": checkpoint.quantized,
+        "dequantized_from": checkpoint.packing,
         "config_check": state.source.config_check,
     }
 
