@@ -1,6 +1,7 @@
 """GGUF files give the same model as the Hugging Face form that they were made from."""
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +64,13 @@ def test_unsuitable_gguf_is_refused(tmp_path, section):
     path.write_bytes(b"nonsense" * 20)
     with pytest.raises(ValueError, match=r"m\.gguf \(160 bytes\) is truncated or corrupt"):
         load_state_dict(section)
-    write_gguf(path, hf, gguf.GGMLQuantizationType.Q8_0, architecture="qwen2")
-    with pytest.raises(ValueError, match="architecture 'qwen2'; of GGUF files only 'llama'"):
+    write_gguf(path, hf, gguf.GGMLQuantizationType.Q8_0, architecture="falcon")
+    with pytest.raises(
+        ValueError, match=r"architecture 'falcon'; of GGUF files those of gemma, gemma2, .*llama"
+    ):
+        load_state_dict(section)
+    path.unlink()
+    extra = lambda writer: writer.add_tensor("odd", np.zeros(32, np.int8))  # noqa: E731
+    write_gguf(path, hf, gguf.GGMLQuantizationType.Q8_0, extra=extra)
+    with pytest.raises(ValueError, match="odd holds I8 blocks, which the package gguf cannot dequantise"):
         load_state_dict(section)

@@ -1,12 +1,6 @@
-"""llama.cpp's GGUF files of the llama architecture, dequantised, so that both sides can score the same
-weights.
+"""llama.cpp's GGUF files, dequantised, so that both sides can score the same weights."""
 
-llama.cpp stores the rows of the query and key projections with the two halves of each rotary pair side by
-side. That is torchtune's own order (and Meta's): names change, rows stay. Only the way to Hugging Face's
-order would need a permutation.
-"""
-
-import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,53 +8,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppl_eval.checkpoints.gguf_config import ARCHITECTURE, gguf_config
-from ppl_eval.checkpoints.lazy_state_dict import LazyStateDict
+from ppl_eval.checkpoints.gguf_config import LONGROPE_FACTORS, ROTARY_FACTORS, gguf_config
+from ppl_eval.checkpoints.gguf_names import FORMS, Form, hf_name, undo
 from ppl_eval.checkpoints.safetensors import StoredTensor, check_readable, map_tensor
 from ppl_eval.models import config_check, families
 from ppl_eval.models.hf_config import HFConfig
 
-WHOLE_NAMES = {
-    "token_embd.weight": "tok_embeddings.weight",
-    "output_norm.weight": "norm.scale",
-    "output.weight": "output.weight",
-}
-LAYER_NAMES = {
-    "attn_norm.weight": "sa_norm.scale",
-    "attn_q.weight": "attn.q_proj.weight",
-    "attn_k.weight": "attn.k_proj.weight",
-    "attn_v.weight": "attn.v_proj.weight",
-    "attn_output.weight": "attn.output_proj.weight",
-    "ffn_norm.weight": "mlp_norm.scale",
-    "ffn_gate.weight": "mlp.w1.weight",
-    "ffn_up.weight": "mlp.w3.weight",
-    "ffn_down.weight": "mlp.w2.weight",
-}
 # Kinds that hold numbers as they are; all others hold blocks of quantised ones.
 PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-# Llama 3.1's frequency factors as a tensor; torchtune's builder computes the same ones from scale_factor.
-ROTARY_FACTORS = "rope_freqs.weight"
-LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-NO_WINDOW = (
-    "llama.cpp's files of Mistral name no sliding window, so attention is full: the same as transformers for"
-    " every Mistral but 7B v0.1, and for that up to 4096 tokens; its config.json beside it adds the window"
-)
+NO_WINDOW = {
+    "mistral": (
+        "llama.cpp's files of Mistral name no sliding window, so attention is full: the same as transformers"
+        " for every Mistral but 7B v0.1, and for that up to 4096 tokens; its config.json beside it adds the"
+        " window"
+    ),
+    "phi3": (
+        "the file names no sliding window, so attention is full; Phi-3-mini-4k was trained with 2047 tokens,"
+        " and its config.json beside the file adds the window"
+    ),
+}
 
 
 def read_gguf(
     path: Path, *, model_type: str, beside: HFConfig | None, notes: list[str]
-) -> tuple[LazyStateDict, dict[str, Any]]:
-    """Read weights under torchtune's names, and hyperparameters under those of an HF config.json.
+) -> tuple[dict[str, StoredTensor], dict[str, Any], str]:
+    """Read weights under Hugging Face's names, and hyperparameters under those of an HF config.json.
 
     Args:
         path: the file; a model split over several files is not read.
-        model_type: torchtune's; must be one whose layout the architecture ``llama`` covers.
+        model_type: torchtune's; must be one whose layout the file's architecture has.
         beside: config.json of the same folder, or None; it must not contradict the file.
         notes: what the person should know is appended here.
 
     Returns:
-        The state dict (float32 where the file holds quantised blocks) and the hyperparameters.
+        The tensors (float32 where the file holds quantised blocks), the hyperparameters, and the kinds of
+        blocks.
 
     Raises:
         ValueError: for a truncated or corrupt file, another architecture, a quantisation that gguf cannot
@@ -72,39 +54,36 @@ def read_gguf(
     fields = {
         key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")
     }
-    _check_kind(path, fields, model_type)
-    lazy = LazyStateDict()
+    form = _form(path, fields, model_type)
+    held: dict[str, StoredTensor] = {}
     kinds: dict[str, int] = {}
-    rope_factors = None
     for tensor in reader.tensors:
         kind = GGMLQuantizationType(tensor.tensor_type)
         kinds[kind.name] = kinds.get(kind.name, 0) + 1
-        stored = _stored(path, tensor, kind)
-        if tensor.name == ROTARY_FACTORS:
-            rope_factors = stored.read()
-            continue
-        if tensor.name in LONGROPE_FACTORS:
-            raise ValueError(
-                f"{path} scales RoPE by {tensor.name} (LongRoPE), which no llama builder of torchtune 0.6.1"
-                " computes: score the model with transformers or llama.cpp"
-            )
-        lazy.add(_tune_name(tensor.name), stored.meta, stored.read)
+        held[tensor.name] = _stored(path, tensor, kind)
+    rope = {name: held.pop(name).read() for name in (ROTARY_FACTORS, *LONGROPE_FACTORS) if name in held}
     counts = ", ".join(f"{num} {kind}" for kind, num in sorted(kinds.items()))
-    notes.append(f"{path.name}: {len(lazy)} tensors dequantised from GGUF ({counts})")
-    embedding = lazy.meta.get("tok_embeddings.weight")
+    notes.append(f"{path.name}: {len(held)} tensors dequantised from GGUF ({counts})")
+    embedding = held.get("token_embd.weight")
     config = gguf_config(
         path,
         fields,
-        model_type=_hf_model_type(model_type, beside),
-        vocab_size=None if embedding is None else embedding.shape[0],
-        rope_factors=rope_factors,
+        form,
+        model_type=_hf_model_type(fields["general.architecture"], model_type, beside),
+        vocab_size=None if embedding is None else embedding.meta.shape[0],
+        rope_factors=rope,
     )
-    config["tie_word_embeddings"] = "output.weight" not in lazy
+    config["tie_word_embeddings"] = "output.weight" not in held
+    named = {hf_name(form, name): _undone(tensor, undo(form, name, config)) for name, tensor in held.items()}
     if beside:
         config = dict(config_check.completed(config, beside, notes))
-    elif config["model_type"] == "mistral" and config["sliding_window"] is None:
-        notes.append(f"{path.name}: {NO_WINDOW}")
-    return lazy, config
+    elif config["model_type"] in NO_WINDOW and config["sliding_window"] is None:
+        notes.append(f"{path.name}: {NO_WINDOW[config['model_type']]}")
+    return named, config, f"GGUF: {counts}"
+
+
+def _undone(tensor: StoredTensor, change: Callable[[torch.Tensor], torch.Tensor] | None) -> StoredTensor:
+    return tensor if change is None else StoredTensor(tensor.meta, lambda: change(tensor.read()))
 
 
 def _open(path: Path) -> Any:
@@ -126,12 +105,12 @@ def _open(path: Path) -> Any:
         ) from e
 
 
-def _hf_model_type(model_type: str, beside: HFConfig | None) -> str:
+def _hf_model_type(architecture: str, model_type: str, beside: HFConfig | None) -> str:
     """Return what config.json calls the model: llama.cpp has one architecture for Llama and Mistral."""
     if beside and "model_type" in beside:
-        architecture = families.architecture_of(beside)
-        if architecture.gguf == ARCHITECTURE:
-            return architecture.model_type
+        named = families.architecture_of(beside)
+        if named.gguf == architecture:
+            return named.model_type
     return families.family_of_model_type(model_type).architecture.model_type
 
 
@@ -157,11 +136,19 @@ def _expected_size(path: Path) -> int:
         return 0
 
 
-def _check_kind(path: Path, fields: dict[str, Any], model_type: str) -> None:
-    architecture = fields.get("general.architecture")
-    if architecture != ARCHITECTURE:
+def _form(path: Path, fields: Mapping[str, Any], model_type: str) -> Form:
+    """Return how llama.cpp stores the file's architecture.
+
+    Raises:
+        ValueError: for one that is not read, another ``model_type``, a part of a model, or a mixture of
+            experts.
+    """
+    architecture = str(fields.get("general.architecture"))
+    known = {family.architecture.gguf or "" for family in families.FAMILIES} & set(FORMS)
+    if architecture not in known:
         raise ValueError(
-            f"{path} holds the architecture {architecture!r}; of GGUF files only {ARCHITECTURE!r} is read"
+            f"{path} holds the architecture {architecture!r}; of GGUF files those of"
+            f" {', '.join(sorted(known))} are read"
         )
     allowed = sorted(
         {family.model_type for family in families.FAMILIES if family.architecture.gguf == architecture}
@@ -175,16 +162,9 @@ def _check_kind(path: Path, fields: dict[str, Any], model_type: str) -> None:
         raise ValueError(
             f"{path} is one of {fields['split.count']} parts: join them with `llama-gguf-split --merge`"
         )
-    if fields.get("llama.expert_count", 0) > 0:
-        raise ValueError(f"{path} is a mixture of experts, which torchtune's llama builders are not")
-
-
-def _tune_name(name: str) -> str:
-    """Return torchtune's name; an unknown tensor keeps its own and is reported with all that does not fit."""
-    layer = LAYER.fullmatch(name)
-    if layer and layer[2] in LAYER_NAMES:
-        return f"layers.{layer[1]}.{LAYER_NAMES[layer[2]]}"
-    return WHOLE_NAMES.get(name, name)
+    if fields.get(f"{architecture}.expert_count", 0) > 0:
+        raise ValueError(f"{path} is a mixture of experts, which torchtune's builders are not")
+    return FORMS[architecture]
 
 
 def _stored(path: Path, tensor: Any, kind: Any) -> StoredTensor:
@@ -196,18 +176,30 @@ def _stored(path: Path, tensor: Any, kind: Any) -> StoredTensor:
         return StoredTensor(
             torch.empty(shape, dtype=dtype, device="meta"), partial(map_tensor, path, offset, shape, dtype)
         )
+    _check_known(path, tensor.name, kind)
     return StoredTensor(
         torch.empty(shape, dtype=torch.float32, device="meta"),
         partial(_dequantize, path, offset, num_bytes, shape, kind),
     )
 
 
+def _check_known(path: Path, name: str, kind: Any) -> None:
+    """Refuse kinds of blocks that gguf cannot dequantise, before any of them is needed."""
+    from gguf import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError as e:
+        raise ValueError(
+            f"{path}: {name} holds {kind.name} blocks, which the package gguf cannot dequantise: make the"
+            " file in another type with llama-quantize"
+        ) from e
+
+
 def _dequantize(path: Path, offset: int, num_bytes: int, shape: tuple[int, ...], kind: Any) -> torch.Tensor:
     from gguf.quants import dequantize
 
     raw = map_tensor(path, offset, (num_bytes,), torch.uint8).numpy()
-    try:
-        values = dequantize(raw, kind)
-    except NotImplementedError as e:
-        raise ValueError(f"{path} holds {kind.name} blocks, which the package gguf cannot dequantise") from e
-    return torch.from_numpy(values.astype(np.float32, copy=False)).view(shape)
+    rows = raw.reshape(-1, num_bytes // max(1, int(np.prod(shape[:-1]))))
+    return torch.from_numpy(dequantize(rows, kind).astype(np.float32, copy=False)).view(shape)

@@ -1,4 +1,4 @@
-"""The hyperparameters of a GGUF file of the llama architecture, as config.json would have them.
+"""The hyperparameters of a GGUF file, as config.json would have them.
 
 A key whose meaning is not known here is refused: it may change the arithmetic.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ppl_eval.checkpoints.gguf_names import Form
 from ppl_eval.models.hf_config import SOURCE
 
-ARCHITECTURE = "llama"
 NAMES = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -32,6 +32,9 @@ OTHER_KEYS = {
     *("expert_count", "expert_used_count", "tensor_data_layout"),
 }
 SCALING = "rope.scaling."
+# Llama 3.1's frequency factors as a tensor; torchtune's builder computes the same ones from scale_factor.
+ROTARY_FACTORS = "rope_freqs.weight"
+LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 # The constants that torchtune's Llama 3 builders have in them; the factor is their argument.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -39,26 +42,29 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 def gguf_config(
     path: Path,
     fields: Mapping[str, Any],
+    form: Form,
     *,
     model_type: str,
     vocab_size: int | None,
-    rope_factors: torch.Tensor | None,
+    rope_factors: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Return what a file says, under the keys of config.json.
 
     Args:
         path: the file, for messages.
         fields: its metadata.
+        form: how llama.cpp stores the architecture.
         model_type: ``model_type`` of the config.json that the weights had.
         vocab_size: rows of the embedding, for files without the key.
-        rope_factors: ``rope_freqs.weight``, by which each rotary frequency is divided.
+        rope_factors: the tensors by which rotary frequencies are divided, by name.
 
     Raises:
-        ValueError: for keys that are not known here, or RoPE factors that are not Llama 3's.
+        ValueError: for keys that are not known here, or RoPE factors that no builder computes.
     """
-    prefix = f"{ARCHITECTURE}."
+    prefix = f"{fields['general.architecture']}."
     own = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
-    unknown = [key for key in own if key not in NAMES and key not in OTHER_KEYS and SCALING not in key]
+    names = {**NAMES, **form.keys}
+    unknown = [key for key in own if key not in names and key not in OTHER_KEYS and SCALING not in key]
     unknown += [key for key in own if isinstance(own[key], list)]  # a value for each layer
     unknown += [key for key in ("attention.causal",) if own.get(key, True) is not True]
     if unknown:
@@ -67,7 +73,7 @@ def gguf_config(
             f"{path} has {listed}, which may change the arithmetic and is not read: score the model's"
             " Hugging Face form"
         )
-    config: dict[str, Any] = {hf: own[key] for key, hf in NAMES.items() if key in own}
+    config: dict[str, Any] = {hf: own[key] for key, hf in names.items() if key in own}
     if "rms_norm_eps" in config:
         config["rms_norm_eps"] = _decimal(config["rms_norm_eps"])
     config.setdefault("vocab_size", vocab_size)
@@ -77,13 +83,45 @@ def gguf_config(
         head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
         config["partial_rotary_factor"] = own["rope.dimension_count"] / head_dim
     config |= {"model_type": model_type, SOURCE: path.name}
-    config["rope_scaling"] = _rope_scaling(path, own, config, rope_factors)
-    return config
+    long_short = [rope_factors.get(name) for name in LONGROPE_FACTORS]
+    if any(factors is not None for factors in long_short):
+        config |= _longrope(path, own, config, long_short)
+    else:
+        config["rope_scaling"] = _rope_scaling(path, own, config, rope_factors.get(ROTARY_FACTORS))
+    return config | form.facts(config)
 
 
 def _decimal(value: float) -> float:
     """Return the decimal number that a float32 of the file stands for: 9.99999975e-06 is 1e-05."""
     return float(f"{value:.6g}")
+
+
+def _longrope(
+    path: Path, own: Mapping[str, Any], config: Mapping[str, Any], factors: list[torch.Tensor | None]
+) -> dict[str, Any]:
+    """Return Phi-3's LongRoPE, whose attention is scaled by 1 where the file does not say otherwise."""
+    if config["model_type"] != "phi3":
+        raise ValueError(
+            f"{path} scales RoPE by LongRoPE, which no builder of its architecture computes: score the model"
+            " with transformers or llama.cpp"
+        )
+    original, length = own.get(f"{SCALING}original_context_length"), config.get("max_position_embeddings")
+    if any(each is None for each in factors) or not original or not length:
+        raise ValueError(
+            f"{path} needs {' and '.join(LONGROPE_FACTORS)} and both context lengths for LongRoPE"
+        )
+    attention = own.get(f"{SCALING}attn_factor", 1.0)
+    formula = math.sqrt(1 + math.log(length / original) / math.log(original)) if length > original else 1.0
+    long, short = (_decimals(each) for each in factors if each is not None)
+    scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+    if not math.isclose(attention, formula, rel_tol=1e-6):
+        scaling["attention_factor"] = attention
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
+
+
+def _decimals(values: torch.Tensor) -> list[float]:
+    """Return the shortest decimal numbers that these float32 stand for."""
+    return [float(str(value)) for value in values.float().flatten().numpy()]
 
 
 def _rope_scaling(
@@ -104,10 +142,7 @@ def _rope_scaling(
     if not stated:
         return from_factors
     if kind == "longrope":
-        raise ValueError(
-            f"{path} scales RoPE by LongRoPE, which no llama builder of torchtune 0.6.1 computes: score the"
-            " model with transformers or llama.cpp"
-        )
+        raise ValueError(f"{path} says that RoPE is scaled by LongRoPE, and lacks its factors")
     rest = {key: value for key, value in scaling.items() if key not in ("type", "factor", "finetuned")}
     original = rest.pop("original_context_length", None)
     rest |= {} if original is None else {"original_max_position_embeddings": original}

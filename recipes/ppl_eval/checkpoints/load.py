@@ -137,7 +137,8 @@ def _open_weights(
     if first.suffix == ".gguf":
         if len(paths) > 1:
             raise ValueError(f"checkpointer.checkpoint_files: {len(paths)} GGUF files; a model is one")
-        return *read_gguf(first, model_type=model_type, beside=hf_config, notes=notes), None
+        named, hf_config, kinds = read_gguf(first, model_type=model_type, beside=hf_config, notes=notes)
+        return convert(named, form="hf", model_type=model_type, hf_config=hf_config), hf_config, kinds
     unsafe = bool(cfg.get("allow_unsafe_pickle", False))
     stored = index_files(paths, form=form, allow_unsafe_pickle=unsafe, notes=notes)
     unpacked = unpack(stored, packing, weights_only=bool(cfg.get(DEQUANTIZE, False)))

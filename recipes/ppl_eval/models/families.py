@@ -158,6 +158,7 @@ GEMMA = Architecture(
         "hidden_act": "gelu_pytorch_tanh",
     },
     _gemma_facts,
+    gguf="gemma",
 )
 GEMMA2 = Architecture(
     "gemma2",
@@ -174,12 +175,14 @@ GEMMA2 = Architecture(
         "query_pre_attn_scalar": 256,
     },
     _gemma2_facts,
+    gguf="gemma2",
 )
 PHI3 = Architecture(
     "phi3",
     "torchtune.models.phi3.phi3",
     {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "original_max_position_embeddings": 4096},
     _phi3_facts,
+    gguf="phi3",
 )
 QWEN2 = Architecture(
     "qwen2",
@@ -194,6 +197,7 @@ QWEN2 = Architecture(
     },
     _qwen2_facts,
     nullable=("sliding_window", "num_key_value_heads"),
+    gguf="qwen2",
 )
 
 _PHI_FIXES = (fix.phi4_rope_base, fix.phi3_rotary, fix.sliding_windows)
