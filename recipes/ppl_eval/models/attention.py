@@ -4,7 +4,7 @@
 are done here in blocks of queries, so that memory grows with T and not with its square.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ def attend(
     queries_per_key: int = 1,
 ) -> Tensor:
     """Attend like torchtune's ``MultiHeadAttention._attention_call``, whose place it takes.
+
+    On a CPU, over a whole sequence, a position has the same bits whatever comes after it and beside it.
 
     Query t stands at position t + query_offset of the keys. It sees the keys that ``mask`` allows (without a
     mask: those not after it) and, with a window w, of these only the last w: key j is seen if j > t +
@@ -67,15 +69,40 @@ def attend(
             " use dataset.packed=False"
         )
     num_queries, num_keys = q_BHTD.shape[2], k_BHSD.shape[2]
+    whole = mask is None and query_offset == 0 and num_queries == num_keys
+    constants: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale}
+    if whole and q_BHTD.device.type == "cpu":
+        return _attend_on_cpu(q_BHTD, k_BHSD, v_BHSD, queries_per_key, **constants)
     if window is not None and window >= num_keys:
-        window = None
-    if softcap is None and window is None and mask is None and query_offset == 0 and num_queries == num_keys:
-        if cpu_attention.is_faster(q_BHTD):
-            return cpu_attention.causal(q_BHTD, k_BHSD, v_BHSD, scale, queries_per_key)
+        constants["window"] = window = None
+    if whole and softcap is None and window is None:
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=True, scale=scale)
-    return _attend_in_blocks(
-        q_BHTD, k_BHSD, v_BHSD, mask, window=window, softcap=softcap, scale=scale, query_offset=query_offset
+    cuts = [(begin, begin + QUERY_BLOCK) for begin in range(0, num_queries, QUERY_BLOCK)]
+    return _attend_in_blocks(q_BHTD, k_BHSD, v_BHSD, mask, cuts, query_offset=query_offset, **constants)
+
+
+def _attend_on_cpu(
+    q_BHTD: Tensor,
+    k_BHTD: Tensor,
+    v_BHTD: Tensor,
+    queries_per_key: int,
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> Tensor:
+    """Attend over a whole sequence with the same bits for a position whatever comes after it."""
+    if softcap is None and cpu_attention.is_faster(q_BHTD):
+        return cpu_attention.causal(q_BHTD, k_BHTD, v_BHTD, scale, queries_per_key, window=window)
+    if softcap is None:
+        return cpu_attention.merged(q_BHTD, k_BHTD, v_BHTD, scale, window)
+    num_positions = q_BHTD.shape[2]
+    cuts = list(cpu_attention.blocks(num_positions))
+    q, k, v = (cpu_attention.filled(x_BHTD, cuts[-1][1]) for x_BHTD in (q_BHTD, k_BHTD, v_BHTD))
+    out_BHTD = _attend_in_blocks(
+        q, k, v, None, cuts, window=window, softcap=softcap, scale=scale, query_offset=0
     )
+    return out_BHTD[:, :, :num_positions]
 
 
 def _attend_in_blocks(
@@ -83,6 +110,7 @@ def _attend_in_blocks(
     k_BHSD: Tensor,
     v_BHSD: Tensor,
     mask: Tensor | None,
+    cuts: Sequence[tuple[int, int]],
     *,
     window: int | None,
     softcap: float | None,
@@ -91,8 +119,8 @@ def _attend_in_blocks(
 ) -> Tensor:
     num_queries, num_keys = q_BHTD.shape[2], k_BHSD.shape[2]
     blocks = []
-    for begin in range(0, num_queries, QUERY_BLOCK):
-        queries = slice(begin, min(begin + QUERY_BLOCK, num_queries))
+    for begin, end in cuts:
+        queries = slice(begin, min(end, num_queries))
         first_key = 0 if window is None else max(0, query_offset + begin - window + 1)
         last_key = num_keys if mask is not None else min(num_keys, query_offset + queries.stop)
         keys = slice(first_key, last_key)

@@ -13,7 +13,6 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtune.modules import TransformerDecoder
 from torchtune.training import prepare_mha_for_tp
 
+from ppl_eval.models import cpu_linear
 from ppl_eval.parallel.fsdp import Slice
 from ppl_eval.parallel.parallel_dims import CONFIG_KEYS
 
@@ -136,8 +136,9 @@ def _keep_part(module: nn.Module, name: str, dim: int, tp: int, rank: int) -> di
 
 def _linear(parent: nn.Module, path: str, name: str) -> nn.Linear:
     module = parent.get_submodule(path)
-    if type(module) is not nn.Linear or type(module.weight.data) is not torch.Tensor:
-        kind = type(module).__name__ if type(module) is not nn.Linear else type(module.weight.data).__name__
+    plain = type(module) in (nn.Linear, cpu_linear.OneDNNLinear)
+    if not plain or not isinstance(module, nn.Linear) or type(module.weight.data) is not torch.Tensor:
+        kind = type(module.weight.data).__name__ if plain else type(module).__name__
         raise ValueError(
             f"{name} is a {kind}, and only plain linear layers can be split: quantised weights cannot. Set "
             f"{CONFIG_KEYS['tp']}: 1 and give every process a copy ({CONFIG_KEYS['dp_replicate']}: -1)"
@@ -146,7 +147,7 @@ def _linear(parent: nn.Module, path: str, name: str) -> nn.Linear:
 
 
 def _summed_linear(linear: nn.Linear, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
-    out = F.linear(x, linear.weight)
+    out = cpu_linear.linear(x, linear.weight)
     dist.all_reduce(out, group=group)
     return out if linear.bias is None else out + linear.bias
 

@@ -17,7 +17,7 @@ from ppl_eval.config import activity
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.data.token_data import TokenData
-from ppl_eval.models import attention, config_check, families
+from ppl_eval.models import attention, config_check, cpu_activation, cpu_linear, families
 from ppl_eval.models import cpu_rotary as rotary
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.quantization.awq import Share, run_alone
@@ -155,6 +155,8 @@ def prepare_for_device(decoder: TransformerDecoder, device: torch.device, compil
     if device.type == "cpu" and not compiled:
         attention.install_everywhere(decoder)
         rotary.install(decoder)
+        cpu_activation.install(decoder)
+        cpu_linear.install(decoder)
 
 
 @dataclass(frozen=True)
