@@ -97,7 +97,7 @@ class DistributedPPLEvalRecipe:
 
         settings, world = self.settings, self.world
         self._log = get_logger(settings.log_level)
-        if world.rank == 0:
+        if world.rank == 0 and not world.embedded:
             log_config(recipe_name="DistributedPPLEvalRecipe", cfg=settings.config)
         world.agree("components", lambda: check_built(settings))
         device = world.agree(

@@ -1,5 +1,6 @@
 """What a run depends on besides its inputs: device, dtype, seed, versions."""
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -144,8 +145,33 @@ def kernel_facts(device: torch.device) -> dict[str, Any]:
         "torch_kernels": torch.backends.cpu.get_cpu_capability(),
         "threads": "openmp" if torch.backends.openmp.is_available() else "native",
         "mkl": torch.backends.mkl.is_available(),
+        "mkl_same_bits": mkl_keeps_bits(),
         "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
     }
+
+
+def mkl_keeps_bits() -> bool | None:
+    """Return whether MKL gives the same bits for any number of threads; None where it cannot be asked.
+
+    ``ppl_eval`` sets this mode by a variable that MKL reads at its first product: too late in a program that
+    has computed before.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not torch.backends.mkl.is_available() or not library.is_file():
+        return None
+    ask = getattr(ctypes.CDLL(str(library)), "mkl_serv_cbwr_get", None)
+    # MKL_CBWR_ALL asks for branch and flags; MKL_CBWR_STRICT is 0x10000.
+    return None if ask is None else bool(ask(-1) & 0x10000)
+
+
+def kernel_notes() -> list[str]:
+    """Return what a reader of the result must know about the kernels: at most one line."""
+    if mkl_keeps_bits() is not False:
+        return []
+    return [
+        "MKL was in use before ppl_eval was imported: the last bits may depend on the number of threads and"
+        " differ from a run of the recipe; import ppl_eval first, or set MKL_CBWR=AUTO,STRICT"
+    ]
 
 
 @cache

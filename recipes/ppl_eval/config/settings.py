@@ -166,9 +166,18 @@ def read_settings(argv: Sequence[str]) -> Settings:
             "usage: distributed_ppl_eval --config <path or shipped name> [key=value ...]; `ppl-eval ls` lists"
             " the shipped configs"
         )
-    flags, overrides = take_flags(arguments[2:])
+    return read_config(load_config(find_config(arguments[1])), arguments[2:])
+
+
+def read_config(config: DictConfig, arguments: Sequence[str]) -> Settings:
+    """Apply ``key=value`` and ``~key`` arguments to a config, and check it.
+
+    Raises:
+        ValueError: for anything the person has to mend, with the key's name and the nearest real one.
+    """
+    flags, overrides = take_flags(arguments)
     own_code.allow(flags.allow_components)
-    return check(override(load_config(find_config(arguments[1])), overrides, SECTIONS), flags)
+    return check(override(config, overrides, SECTIONS), flags)
 
 
 def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from ppl_eval.distributed.store import open_store
 # Key of the store under which the first failure stands.
 ABORT = "abort"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# A thousand ranks ask the store so often while they wait in an embedded run.
+_LONGEST_PAUSE_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Process:
         host: its name.
         store: key-value store that all of them share.
         timeout: how long a process waits for another.
+        embedded: whether the run is part of somebody else's program: then errors are raised, printed by
+            nobody, and whoever waits for a rank that failed raises too, since no watch would end it.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class Process:
     host: str
     store: dist.Store
     timeout: timedelta
+    embedded: bool = field(default=False, kw_only=True)
 
     @property
     def where(self) -> str:
@@ -103,7 +108,12 @@ def wait_for(process: Process, key: str, what: str, give_up_after: float = float
 
     Returns:
         Whether it came.
+
+    Raises:
+        Stop: in an embedded run, if a rank failed meanwhile.
     """
+    if process.embedded:
+        return _wait_attentively(process, key, give_up_after)
     began = said = time.monotonic()
     patience = process.timeout.total_seconds()
     while not process.store.check([key]):
@@ -124,6 +134,22 @@ def wait_for(process: Process, key: str, what: str, give_up_after: float = float
                     file=sys.stderr,
                     flush=True,
                 )
+    return True
+
+
+def _wait_attentively(process: Process, key: str, give_up_after: float) -> bool:
+    """Wait for a key, and raise ``Stop`` once a rank has announced a failure."""
+    began, pause = time.monotonic(), 0.001
+    while not process.store.check([key]):
+        if process.store.check([ABORT]):
+            failed = process.first_failure()
+            assert failed is not None
+            raise Stop(failed.code)
+        if time.monotonic() - began >= give_up_after:
+            return False
+        with activity.waiting():
+            time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     return True
 
 

@@ -86,7 +86,7 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
     """Form the default process group, see that it works, and destroy it on every way out.
 
     Args:
-        world: the processes.
+        world: the processes. An embedded run uses the group that its program has formed, and leaves it.
         device: this rank's device.
         backend: as configured, or None.
 
@@ -96,6 +96,14 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
     if device.type == "cuda":
         torch.cuda.set_device(device)
     chosen = choose_backend(device, backend)
+    if world.embedded and dist.is_initialized():
+        _check_backend(device)
+        with naming_network(world, chosen):
+            _check_sum(
+                list(range(world.world_size)), world.rank, add_over_ranks([], world.rank, device, "flat")
+            )
+        yield
+        return
     # The watch names who is missing; the library, which names nobody, must not be faster.
     patience = 2 * world.timeout + timedelta(seconds=60)
     with naming_network(world, chosen):
@@ -112,6 +120,16 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _check_backend(device: torch.device) -> None:
+    """Refuse a process group that cannot carry the tensors of a device."""
+    backends = dist.get_backend_config()
+    if f"{device.type}:" not in backends:
+        raise ValueError(
+            f"device is {device.type!r}, but the process group that is in use carries no tensors of it"
+            f" ({backends}): evaluate where the model is, or initialise the group with 'cpu:gloo,cuda:nccl'"
+        )
 
 
 def all_gather_rows(row: npt.NDArray[Number], world_size: int, device: torch.device) -> npt.NDArray[Number]:

@@ -149,7 +149,8 @@ def _give_verdict(process: Process, phase: str, reports: list[dict[str, Any] | N
     if problem:
         # For ranks that are ended before they read the verdict.
         codes = [report["code"] for report in reports if report and report.get("code")]
-        if process.announce_failure(Failure(problem, codes[0] if codes else EXIT_BAD_INPUT)):
+        first = process.announce_failure(Failure(problem, codes[0] if codes else EXIT_BAD_INPUT))
+        if first and not process.embedded:
             print_error(problem)
     elif phase == _FIRST_PHASE:
         process.store.set(_NODES, json.dumps(group_by_node(reports)))
@@ -162,9 +163,10 @@ def _obey_verdict(process: Process, phase: str) -> None:
         announced = process.first_failure()
         assert announced is not None
         failure = Failure(announced.message, announced.code)
-        if process.local_rank == 0 and process.host != announced.host:
-            print_error(failure.message)
-        record_cause(failure)
+        if not process.embedded:
+            if process.local_rank == 0 and process.host != announced.host:
+                print_error(failure.message)
+            record_cause(failure)
         raise Stop(failure.code)
 
 

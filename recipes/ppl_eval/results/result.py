@@ -278,7 +278,7 @@ def write_result(
     if settings.part is not None:
         _write_part(state, result)
         return 0
-    publish(settings, result, path, metric_logger)
+    publish(settings, result, path, metric_logger, quiet=state.world.embedded)
     if other is None:
         return 0
     code, message = baseline.compare(result, other, settings.baseline_tolerance)
@@ -288,10 +288,18 @@ def write_result(
     return code
 
 
-def publish(settings: Settings, result: Mapping[str, Any], path: Path, metric_logger: Any = None) -> None:
-    """Write a result, print its table, and log its numbers."""
+def publish(
+    settings: Settings,
+    result: Mapping[str, Any],
+    path: Path,
+    metric_logger: Any = None,
+    *,
+    quiet: bool = False,
+) -> None:
+    """Write a result, print its table unless it shall be quiet, and log its numbers."""
     write_json(path, result)
-    print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
+    if not quiet:
+        print(table.table(result, with_memory=settings.log_peak_memory_stats), flush=True)
     get_logger(settings.log_level).info(f"written to {path}")
     if metric_logger is not None:
         numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}

@@ -8,7 +8,7 @@ import torch
 from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.load import LoadedCheckpoint
-from ppl_eval.config.environment import choose_seed
+from ppl_eval.config.environment import choose_seed, kernel_notes
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.process import launch_notes
 from ppl_eval.distributed.process_group import divided_searches
@@ -42,7 +42,7 @@ def read_sources(
     seed, seed_note = choose_seed(settings.seed, checkpoint.recipe_state, settings.seed_check)
     decoder = load.build_on_meta(settings, dtype)
     verdict, model_notes = load.match_family(decoder, checkpoint, settings)
-    launched = launch_notes(os.environ, len(world.nodes), world.world_size)
+    launched = launch_notes(os.environ, len(world.nodes), world.world_size) + kernel_notes()
     for note in launched:
         say(f"note: {note}")
     common = (*launched, *checkpoint.notes, *([seed_note] if seed_note else []), *model_notes)
