@@ -23,6 +23,7 @@ ORDER = (
     "distributed",
     "run",
     "results",
+    "api",
     "commands",
 )
 
