@@ -6,13 +6,15 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
 
+from ppl_eval.api import live as api_live
 from ppl_eval.api.caller import left_as_it_was
 from ppl_eval.api.result import Result, read_result
 from ppl_eval.config import activity
@@ -21,6 +23,8 @@ from ppl_eval.config.yaml_files import find_config, load_config
 from ppl_eval.distributed.embedded import InputError, join, raising
 from ppl_eval.distributed.process import Process
 from ppl_eval.distributed.rendezvous import World, environment_facts, meet
+from ppl_eval.models import live
+from ppl_eval.scoring.live import unwrap
 
 # Where a config says nothing: a notebook wants the windows, and no log.
 _DEFAULTS = {"per_window": True, "log_level": "WARNING"}
@@ -30,7 +34,13 @@ Config = str | Path | Mapping[str, Any]
 Overrides = Mapping[str, Any] | Sequence[str]
 
 
-def evaluate(config: Config, *, overrides: Overrides = ()) -> Result:
+def evaluate(
+    config: Config,
+    *,
+    overrides: Overrides = (),
+    model: nn.Module | None = None,
+    tokenizer: Any = None,
+) -> Result:
     """Evaluate perplexity: what the recipe does, in this process, with the same bits.
 
     In a program that has a process group every rank calls it, as a collective: the group is used and left as
@@ -52,6 +62,11 @@ def evaluate(config: Config, *, overrides: Overrides = ()) -> Result:
         overrides: keys, dotted for nested ones, and their values: ``{"batch_size": 4,
             "protocol.max_seq_len": 512}``; or texts as on the command line: ``["batch_size=4",
             "~quantizer"]``. ``per_window`` is on and ``log_level`` is WARNING where neither says otherwise.
+        model: a torchtune decoder in memory, which takes the place of the config's ``model`` and
+            ``checkpointer``: whole on every rank (DistributedDataParallel or none), or divided over all of
+            them by FSDP2. It is scored as it is and given back as it was: modes, hooks, replaced functions.
+        tokenizer: torchtune's ``HuggingFaceBaseTokenizer`` or a fast tokenizer of transformers, which takes
+            the place of the config's ``tokenizer``.
 
     Returns:
         The result, the same on every rank; the windows are on rank 0.
@@ -70,7 +85,7 @@ def evaluate(config: Config, *, overrides: Overrides = ()) -> Result:
         with ExitStack() as resources, raising(process):
             world, settings = meet(
                 process,
-                lambda: _settle(config, overrides, process, resources),
+                lambda: _settle(_Asked(config, overrides, model, tokenizer), process, resources),
                 lambda settings: environment_facts(settings.written),
             )
             world = replace(world, timeout=timedelta(seconds=settings.timeout_seconds))
@@ -98,8 +113,25 @@ def _share(settings: Settings, world: World) -> Result:
     return result if world.rank == 0 else Result(json.loads(world.store.get(_RESULT)))
 
 
-def _settle(config: Config, overrides: Overrides, process: Process, resources: ExitStack) -> Settings:
-    given = _read(config)
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of ``evaluate``."""
+
+    config: Config
+    overrides: Overrides
+    model: nn.Module | None
+    tokenizer: Any
+
+
+def _settle(asked: _Asked, process: Process, resources: ExitStack) -> Settings:
+    given, overrides = _read(asked.config), asked.overrides
+    if asked.model is not None:
+        decoder = unwrap(asked.model)
+        api_live.put_model(given, decoder)
+        resources.enter_context(live.lent(decoder))
+    if asked.tokenizer is not None:
+        api_live.put_tokenizer(given, asked.tokenizer)
+    before = {str(key): value for key, value in given.items()}
     temporary = "output_dir" not in given and "output_dir" not in _names(overrides)
     if temporary:
         # One name for all ranks, in a folder of each host.
@@ -109,6 +141,8 @@ def _settle(config: Config, overrides: Overrides, process: Process, resources: E
         if key not in given:
             given[key] = value
     settings = read_config(given, _arguments(overrides))
+    if asked.model is not None:
+        api_live.check_untouched(settings, before)
     if temporary and process.local_rank == 0:
         resources.callback(shutil.rmtree, settings.output_dir, ignore_errors=True)
     if isinstance(settings.protocol.get("max_seq_len"), ListConfig) or settings.part is not None:

@@ -25,6 +25,7 @@ from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.safetensors import sampled_sha256
 from ppl_eval.checkpoints.torch_files import read_torch_file
 from ppl_eval.config.files import read_json_object
+from ppl_eval.models import live
 from ppl_eval.models.families import check_architecture
 from ppl_eval.models.hf_config import HFConfig
 
@@ -73,7 +74,7 @@ class LoadedCheckpoint:
 
 
 def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
-    """Open the checkpoint that a ``checkpointer`` section names.
+    """Open the checkpoint that a ``checkpointer`` section names; of a model in memory there is none.
 
     Args:
         cfg: the section, in torchtune's keys: ``_component_``, ``checkpoint_dir``, ``checkpoint_files`` (a
@@ -86,6 +87,8 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
         ValueError: for an unknown key or component, missing, truncated or corrupt file, or one that would
             have to run code.
     """
+    if live.is_lent():
+        return LoadedCheckpoint(LazyStateDict(), None, None, identity={}, quantized=False)
     notes: list[str] = []
     form = _form(cfg)
     folder = weights_folder(cfg, notes)

@@ -17,12 +17,13 @@ from ppl_eval.config import activity
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.data.token_data import TokenData
-from ppl_eval.models import attention, config_check, cpu_activation, cpu_linear, families
+from ppl_eval.models import attention, config_check, cpu_activation, cpu_linear, families, live
 from ppl_eval.models import cpu_rotary as rotary
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.quantization.awq import Share, run_alone
 from ppl_eval.quantization.quantize import QuantizationReport, quantize
 from ppl_eval.scoring import concurrency
+from ppl_eval.scoring import live as scoring_live
 from ppl_eval.scoring import split as parallel
 from ppl_eval.scoring.nll import ScoringModel
 from ppl_eval.tokenization.tokenizer import TextEncoder
@@ -85,6 +86,8 @@ def match_family(
         ValueError: if the family is not supported, or the model differs from config.json.
     """
     builder = settings.model._component_
+    if live.is_lent():
+        return "none", [scoring_live.NOTE]
     notes = families.correct(model, builder, checkpoint.hf_config)
     model_type = settings.checkpointer.get("model_type")
     verdict, remarks = config_check.verify(
@@ -193,6 +196,8 @@ def load_model(
         ValueError: if checkpoint and model do not fit, the quantiser cannot be used, or the model cannot be
             split so.
     """
+    if live.is_lent():
+        return _take_live(decoder, settings, placement)
     device, dtype, dims = placement.device, placement.dtype, placement.dims
     num_parameters = count_parameters(decoder)
     state_dict = checkpoint.state_dict
@@ -229,6 +234,22 @@ def load_model(
         for layer in decoder.layers:
             layer.register_forward_hook(lambda *_: activity.tick())
     return BuiltModel(model.scorer, num_parameters, weights, report, notes + model.notes)
+
+
+def _take_live(decoder: TransformerDecoder, settings: Settings, placement: Placement) -> BuiltModel:
+    """Make a model that is in memory ready to score: nothing is loaded, and nothing of it is split."""
+    device = placement.device
+    here = next(decoder.parameters()).device
+    if here != device and (here.type, here.index or 0) != (device.type, device.index or 0):
+        raise ValueError(f"the model is on {here}, and this process evaluates on {device}; move it there")
+    weights = scoring_live.hash_weights(decoder)
+    num_parameters = count_parameters(decoder)
+    probe = scoring_live.own_nll(decoder, device)
+    prepare_for_device(decoder, device, settings.compile)
+    # Its shards are its own: the mesh of this run divides the windows only.
+    model = _split(decoder, settings, placement, shard=False)
+    scoring_live.check_agreement(model.scorer, probe, placement.dtype)
+    return BuiltModel(model.scorer, num_parameters, weights, None, model.notes)
 
 
 def _check_calibration(decoder: TransformerDecoder, batches: list[torch.Tensor] | None) -> None:
