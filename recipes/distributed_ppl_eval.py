@@ -32,7 +32,7 @@ from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.interpreter import long_lived_objects, quieten_libraries
 from ppl_eval.config.lengths import settings_by_length
 from ppl_eval.config.own_code import guard_working_directory
-from ppl_eval.config.settings import KEYS, Settings, check_built, read_settings
+from ppl_eval.config.settings import KEYS, USAGE, Settings, check_built, read_settings
 from ppl_eval.distributed import process_group
 from ppl_eval.distributed.failure import fail_together
 from ppl_eval.distributed.outcome import Failure, Stop, record_cause
@@ -282,6 +282,9 @@ def run(argv: Sequence[str]) -> int:
 def main() -> None:
     """Entry point for `tune run`, `torchrun -m` and `python -m`."""
     guard_working_directory()
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(USAGE)
+        return
     try:
         code = run(sys.argv[1:])
     except Stop as stop:

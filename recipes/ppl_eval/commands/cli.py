@@ -6,8 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import shtab
+
+from ppl_eval import __version__
 from ppl_eval.commands.doctor_cli import add_doctor
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
+from ppl_eval.commands.run import add_run
 from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.yaml_files import find_config, shipped_configs
 
@@ -29,7 +33,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ppl-eval", description="Helpers around `tune run distributed_ppl_eval`."
     )
+    parser.add_argument("--version", action="version", version=f"ppl-eval {__version__}")
+    shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
     commands = parser.add_subparsers(required=True, metavar="command")
+    add_run(commands)
 
     ls = commands.add_parser("ls", help="list the shipped configs")
     ls.set_defaults(command=_ls)

@@ -141,6 +141,18 @@ def _keys_of(kind: type) -> dict[str, Key]:
 KEYS = _keys_of(Settings)
 AGGREGATION_KEYS = _keys_of(Aggregation)
 SECTIONS = tuple(name for name, key in KEYS.items() if DictConfig in key.types and name != "aggregation")
+USAGE = f"""\
+usage: distributed_ppl_eval --config <path or shipped name> [key=value ...]
+
+Perplexity of a language model, the same bits on one process and on a thousand.
+
+  tune run distributed_ppl_eval --config smollm2/135M_ppl
+  tune run --nproc_per_node 8 distributed_ppl_eval --config llama3_1/8B_ppl batch_size=4
+  tune run distributed_ppl_eval --config my.yaml protocol.max_seq_len=512 ~quantizer
+
+key=value overrides a key of the config, ~key removes one. Keys: {", ".join(KEYS)}.
+docs/config.md says what each means. `ppl-eval ls` lists the shipped configs, `ppl-eval --help` the rest.\
+"""
 _TYPE_NAMES = {
     str: "text",
     int: "a whole number",
@@ -162,10 +174,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
     """
     arguments = list(argv)
     if len(arguments) < 2 or arguments[0] != "--config":
-        raise ValueError(
-            "usage: distributed_ppl_eval --config <path or shipped name> [key=value ...]; `ppl-eval ls` lists"
-            " the shipped configs"
-        )
+        raise ValueError(USAGE.partition("\n")[0] + "; `ppl-eval ls` lists the shipped configs")
     return read_config(load_config(find_config(arguments[1])), arguments[2:])
 
 

@@ -1,0 +1,102 @@
+"""``ppl-eval run``: a number in one line, from a config, or without YAML from a model folder and a text."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ppl_eval.config.files import read_json_object
+
+_LONGEST = 2048
+
+
+def add_run(commands: Any) -> None:
+    """Add the sub-command."""
+    run = commands.add_parser(
+        "run",
+        help="evaluate in this process and print the number in one line",
+        usage=(
+            "ppl-eval run CONFIG [key=value ...]\n"
+            "       ppl-eval run MODEL_FOLDER TEXT_FILE ... [key=value ...]"
+        ),
+        description=(
+            "CONFIG is a path or a name of `ppl-eval ls`. MODEL_FOLDER holds config.json, *.safetensors and"
+            f" tokenizer.json; the text is cut into windows of {_LONGEST:,} tokens, or what the model allows,"
+            " and scored in float32. Everything can be changed by key=value. For several processes: ppl-eval"
+            " launch."
+        ),
+    )
+    run.add_argument("target", help="a config, or a model's folder")
+    run.add_argument("rest", nargs="*", metavar="text file or key=value", help="see above")
+    run.add_argument("--table", action="store_true", help="print the whole table")
+    run.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from ppl_eval.api.evaluation import evaluate
+    from ppl_eval.distributed.embedded import EvaluationError
+
+    texts = [text for text in arguments.rest if "=" not in text and not text.startswith("~")]
+    overrides = [text for text in arguments.rest if text not in texts]
+    folder = Path(arguments.target)
+    config: Any = arguments.target
+    if folder.is_dir():
+        if not texts:
+            raise ValueError(f"{folder} is a model's folder; name the text to score it on after it")
+        config = config_of(folder, texts)
+    elif texts:
+        raise ValueError(f"cannot read the argument {texts[0]!r}; after a config come key=value or ~key")
+    try:
+        result = evaluate(config, overrides=overrides)
+    except EvaluationError as error:
+        raise ValueError(str(error)) from error
+    print(result.table() if arguments.table else result)
+    for note in () if arguments.table else result["notes"]:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def config_of(folder: Path, texts: list[str]) -> dict[str, Any]:
+    """Return the config that scores texts with the model of a Hugging Face style folder.
+
+    Args:
+        folder: with config.json, weights and tokenizer.json.
+        texts: files or globs of text; each file is a document.
+
+    Raises:
+        ValueError: if a file is missing, or no family of torchtune computes this model.
+    """
+    from ppl_eval.models.config_check import model_arguments
+    from ppl_eval.models.families import check_architecture, family_of
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder} has no {name}; a model's folder must be as transformers writes it. Others can be"
+                " described by a config (docs/config.md)"
+            )
+    weights = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"{folder} has no *.safetensors; other checkpoints can be described by a config")
+    described = read_json_object(folder / "config.json")
+    check_architecture(described)
+    model = model_arguments(described)
+    return {
+        "model": model,
+        "tokenizer": {
+            "_component_": "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
+            "tokenizer_json_path": str(folder / "tokenizer.json"),
+            "tokenizer_config_json_path": str(folder / "tokenizer_config.json"),
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": str(folder),
+            "checkpoint_files": weights,
+            "model_type": family_of(model["_component_"]).model_type,
+        },
+        "dataset": {"_component_": "ppl_eval.data.text_files", "paths": texts},
+        "protocol": {
+            "_component_": "ppl_eval.protocols.disjoint",
+            "max_seq_len": min(_LONGEST, model["max_seq_len"]),
+        },
+        "dtype": "fp32",
+    }
