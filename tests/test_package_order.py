@@ -65,3 +65,16 @@ def test_an_import_turned_round_is_found():
     hidden = "def f():\n    from ppl_eval.results import ledger\n"
     assert against_the_order("metrics", hidden) == {"results"}
     assert against_the_order("results", hidden) == set()
+
+
+def test_only_models_knows_an_engines_decoders():
+    for path in sorted(ROOT.rglob("*.py")):
+        if path.parent.name != "models":
+            source = path.read_text()
+            assert "TransformerDecoder" not in source, path
+            assert not any(
+                alias.name.split(".")[0] == "transformers"
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.Import)
+                for alias in node.names
+            ), path

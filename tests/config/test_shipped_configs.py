@@ -47,7 +47,7 @@ def built(section: str) -> tuple[torch.nn.Module, int]:
     """The model of a `model:` section, corrected, and its parameter count; built once a section."""
     path = next(path for path in PATHS if model_section(path) == section)
     settings = read_settings(["--config", str(path)])
-    model = build_on_meta(settings, torch.bfloat16)
+    model = build_on_meta(settings, torch.bfloat16).module
     num_parameters = count_parameters(model)
     builder = settings.model._component_
     correct(model, builder, BY_BUILDER[builder].config)

@@ -95,7 +95,7 @@ def test_a_made_up_family_builds_converts_is_corrected_and_checked(llamb, tmp_pa
     assert match_family(model, checkpoint, settings) == ("checked", ["llamb: RoPE base 6000"])
 
     model = build_on_meta(settings, torch.float32)  # not corrected
-    (difference,) = check_config(model, BUILDER, checkpoint.hf_config, "LLAMB")
+    (difference,) = check_config(model.module, BUILDER, checkpoint.hf_config, "LLAMB")
     assert (difference.key, difference.expected) == ("rope_theta", "6000.0")
     assert difference.remedy == "set model.rope_base=6000.0"
 

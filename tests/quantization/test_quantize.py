@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torchtune.models.llama2 import llama2
 
 from helpers import tiny_checkpoints as tiny
 from helpers.models import on_meta
@@ -97,9 +98,11 @@ def test_layers_that_do_not_fit_the_group_are_skipped_and_named(groupsize):
 
 
 def test_rows_that_the_cpu_kernel_cannot_pack_are_skipped():
-    model = nn.Sequential(nn.Linear(64, 24, bias=False), nn.Linear(64, 32, bias=False)).requires_grad_(False)
+    sizes = {"num_layers": 1, "num_heads": 24, "num_kv_heads": 3, "embed_dim": 192, "intermediate_dim": 64}
+    model = llama2(vocab_size=32, max_seq_len=8, **sizes).requires_grad_(False)
     report = quantize(model, INT4, "cpu")
-    assert report.skipped == [("0", "out_features 24 is no multiple of 16 (CPU int4 kernel)")]
+    reason = "out_features 24 is no multiple of 16 (CPU int4 kernel)"
+    assert report.skipped == [(f"layers.0.attn.{name}", reason) for name in ("k_proj", "v_proj")]
 
 
 def test_qat_quantisers_are_refused_with_the_right_one():
@@ -254,8 +257,9 @@ def test_a_qat_trained_checkpoint_is_what_its_training_saw(kind):
 
     torch.manual_seed(0)
     # torchao's int4 training layers come in widths of 1024 only.
-    plain = nn.Sequential(nn.Linear(1024, 64, bias=False)).to(torch.bfloat16)
-    x = torch.randn(8, 1024, dtype=torch.bfloat16)
+    sizes = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 8, "embed_dim": 1024, "intermediate_dim": 1024}
+    plain = llama2(vocab_size=32, max_seq_len=8, **sizes).to(torch.bfloat16)
+    x = torch.arange(8)[None]
     trained = getattr(quantization, f"{kind}QATQuantizer")(groupsize=32).prepare(copy.deepcopy(plain))
     assert set(trained.state_dict()) == set(plain.state_dict())
     plain.load_state_dict(trained.state_dict())

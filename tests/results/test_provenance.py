@@ -12,6 +12,7 @@ import pytest
 
 from helpers.runs import many, result_of
 from helpers.tiny import write_config
+from ppl_eval.models.cpu_linear import OneDNNLinear, is_available
 from ppl_eval.results.provenance import git_commit
 
 
@@ -35,6 +36,9 @@ def test_the_result_says_how_to_repeat_the_run(tiny, tmp_path, private_home):
     assert run["kernels"] == {
         "attention": ["ppl_eval.models.attention.attend"],
         "rotary": ["ppl_eval.models.cpu_rotary.WholeRotary"],
+        "linear": [
+            f"{OneDNNLinear.__module__}.OneDNNLinear" if is_available() else "torch.nn.modules.linear.Linear"
+        ],
         "concurrent_batches": 1,
     }
     for package in ("datasets", "transformers", "tokenizers", "pyarrow", "distributed_ppl_eval"):

@@ -13,6 +13,7 @@ from helpers.tiny_tokenizers import llama3_tokenizer
 from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.config.settings import read_settings
 from ppl_eval.models.cpu_rotary import WholeRotary
+from ppl_eval.models.engines import scorable
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring import load as models
@@ -69,7 +70,7 @@ def fit(tmp_path):
             )
         data = tokens_of(listed(list(texts)), encoder, tmp_path / "cache")
         assert data.highest_id == int(np.max(data.tokens))
-        return models.check_fit(model, 64, data, encoder, prefix_token)
+        return models.check_fit(scorable(model), 64, data, encoder, prefix_token)
 
     return fit
 

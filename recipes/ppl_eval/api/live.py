@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune.modules import TransformerDecoder
+from torch import nn
 
 from ppl_eval.config import paths
 from ppl_eval.config.files import whole_folder
@@ -26,7 +26,7 @@ _MODEL_KEYS = (
 )
 
 
-def put_model(config: DictConfig, decoder: TransformerDecoder) -> None:
+def put_model(config: DictConfig, decoder: nn.Module) -> None:
     """Let a config's sections stand for a decoder in memory; what it was built from goes."""
     parameter = next(decoder.parameters())
     config.model = {"_component_": live.COMPONENT}

@@ -5,15 +5,14 @@ from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torchtune.modules import TiedLinear
 
 from ppl_eval.checkpoints.quantized_tensors import check_packed_for, is_quantized, move
 from ppl_eval.checkpoints.weights_hash import WeightsHash
 from ppl_eval.config import activity
+from ppl_eval.models.decoder import Decoder
+from ppl_eval.models.engines import scorable
 
 SHOWN_KEYS = 10
-EMBEDDING_KEY = "tok_embeddings.weight"
-HEAD_KEY = "output.weight"
 
 
 class LazyStateDict(Mapping[str, torch.Tensor]):
@@ -55,7 +54,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
 
 
 def load_into(
-    model: nn.Module,
+    model: nn.Module | Decoder,
     state_dict: Mapping[str, torch.Tensor],
     *,
     dtype: torch.dtype,
@@ -65,8 +64,8 @@ def load_into(
     """Give a model that was built on the meta device its weights, without a second copy of any of them.
 
     Args:
-        model: torchtune decoder on the meta device; its rotary tables are computed here.
-        state_dict: weights under torchtune's names. Weights that have the right dtype and device are
+        model: decoder on the meta device; tensors that no checkpoint holds are computed here.
+        state_dict: weights under the model's names. Weights that have the right dtype and device are
             assigned as they are (a mapped file stays mapped); the others are converted one at a time.
         dtype: of all floating-point weights. Quantised weights keep theirs.
         device: where the weights go.
@@ -81,7 +80,8 @@ def load_into(
             weight of another dtype or packed for another device.
     """
     notes: list[str] = []
-    names = check_state_dict(model, state_dict, dtype=dtype, notes=notes)
+    decoder = scorable(model)
+    names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
     check_packed_for(meta_of(state_dict), device)
     notes += note_conversions(state_dict, names, dtype)
     loaded: dict[str, torch.Tensor] = {}
@@ -94,9 +94,9 @@ def load_into(
             else:
                 loaded[name] = tensor.to(device=device, dtype=dtype)
         del tensor
-    model.load_state_dict(loaded, strict=True, assign=True)
-    init_rotary_tables(model, device)
-    assert_materialised(model)
+    decoder.module.load_state_dict(loaded, strict=True, assign=True)
+    decoder.init_buffers(device)
+    assert_materialised(decoder.module)
     return notes
 
 
@@ -117,14 +117,20 @@ def note_conversions(
 
 
 def check_state_dict(
-    model: nn.Module, state_dict: Mapping[str, torch.Tensor], *, dtype: torch.dtype, notes: list[str]
+    model: nn.Module | Decoder,
+    state_dict: Mapping[str, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    notes: list[str],
 ) -> list[str]:
     """Return the names to load, once all names, shapes and quantised dtypes agree with the model's.
 
     Raises:
         ValueError: see ``load_into``.
     """
-    wanted = {name: parameter.shape for name, parameter in model.state_dict().items()}
+    decoder = scorable(model)
+    embedding, head = f"{decoder.embedding_name}.weight", f"{decoder.head_name}.weight"
+    wanted = {name: parameter.shape for name, parameter in decoder.module.state_dict().items()}
     meta = meta_of(state_dict)
     missing = [name for name in wanted if name not in meta]
     unexpected = [name for name in meta if name not in wanted]
@@ -133,18 +139,18 @@ def check_state_dict(
         for name, shape in wanted.items()
         if name in meta and meta[name].shape != shape
     ]
-    if HEAD_KEY in unexpected and is_tied(model):
-        unexpected.remove(HEAD_KEY)
-        notes.append(check_tied_head(state_dict))
+    if head in unexpected and decoder.is_tied:
+        unexpected.remove(head)
+        notes.append(check_tied_head(state_dict, embedding, head))
     faults = [
         fault
         for kind, keys in (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", wrong))
         for fault in name_some(kind, keys)
     ]
     if faults:
-        if HEAD_KEY in missing and EMBEDDING_KEY in meta:
+        if head in missing and embedding in meta:
             faults.append(
-                "  hint: a checkpoint without output.weight has a head tied to its embedding, and the "
+                f"  hint: a checkpoint without {head} has a head tied to its embedding, and the "
                 "configured model has an "
                 "untied one: choose the builder of a tied model"
             )
@@ -171,7 +177,7 @@ def meta_of(state_dict: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor
     return state_dict.meta if isinstance(state_dict, LazyStateDict) else state_dict
 
 
-def check_tied_head(state_dict: Mapping[str, torch.Tensor]) -> str:
+def check_tied_head(state_dict: Mapping[str, torch.Tensor], embedding: str, head: str) -> str:
     """Check that a tied model's checkpoint has no other head than its embedding: it would be lost.
 
     Returns:
@@ -180,7 +186,7 @@ def check_tied_head(state_dict: Mapping[str, torch.Tensor]) -> str:
     Raises:
         ValueError: if the checkpoint's head is another matrix.
     """
-    if EMBEDDING_KEY in state_dict and not torch.equal(state_dict[HEAD_KEY], state_dict[EMBEDDING_KEY]):
+    if embedding in state_dict and not torch.equal(state_dict[head], state_dict[embedding]):
         raise ValueError(
             "the checkpoint has a head (lm_head.weight / output.weight) that differs from its embedding, "
             "but the configured model ties the two: choose the builder of an untied model, and where "
@@ -198,24 +204,10 @@ def name_some(kind: str, keys: list[str]) -> list[str]:
     return [f"  {kind} ({len(keys)}): {', '.join(keys[:SHOWN_KEYS])}{more}"]
 
 
-def init_rotary_tables(model: nn.Module, device: torch.device | str) -> None:
-    """Compute the buffers that no checkpoint holds: torchtune's rotary tables."""
-    with torch.device(device):
-        for module in model.modules():
-            rope_init = getattr(module, "rope_init", None)
-            if callable(rope_init):
-                rope_init()
-
-
 def assert_materialised(model: nn.Module) -> None:
     """Check that nothing is left on the meta device: it would give noise instead of an error."""
     left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert not left, f"still on the meta device after loading: {left[:SHOWN_KEYS]}"
-
-
-def is_tied(model: nn.Module) -> bool:
-    """Return whether the model's head is its embedding."""
-    return isinstance(getattr(model, "output", None), TiedLinear)
 
 
 def short_dtype(dtype: torch.dtype) -> str:

@@ -52,14 +52,14 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
         batches, remarks = calibration_batches(settings, read_inputs(settings, world), world)
         notes += remarks
     notes += checkpoint.notes + load_into(decoder, checkpoint.state_dict, dtype=dtype, device=device)
-    decoder.eval().requires_grad_(False)
+    decoder.module.eval().requires_grad_(False)
     # Calibration must see what it would see in a run.
     models.prepare_for_device(decoder, device, settings.compile)
     done = quantize(decoder, settings.quantizer, device, batches=batches)
     stem = next(iter(checkpoint.identity)).split(".")[0]
     path = folder / f"{stem}-{done.mode}.pt"
     with whole_file(path, "wb") as file:
-        torch.save(decoder.state_dict(), file)
+        torch.save(decoder.module.state_dict(), file)
     source = Path(str(settings.checkpointer.checkpoint_dir)).expanduser()
     _copy_companions(source, folder)
     write_json(

@@ -13,46 +13,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from ppl_eval.models import attention
+from ppl_eval.models.decoder import Decoder
 
 # Gathered keys and values that exist at once, or those of one head where they are larger.
 _MAX_GATHERED_BYTES = 64 * 2**20
 
 
-def split_attention(decoder: TransformerDecoder, group: dist.ProcessGroup) -> None:
+def split_attention(decoder: Decoder, group: dist.ProcessGroup) -> None:
     """Make every layer attend over the whole sequence while this rank has only its part of it.
 
-    Sliding windows, score caps and scales that ``attention.install`` gave the layers are kept.
+    Sliding windows, score caps and scales of the layers are kept.
 
     Args:
         decoder: the decoder, its family's corrections already applied.
         group: the ``cp`` ranks.
 
     Raises:
-        ValueError: if a layer's attention is of a kind whose score function is not known here.
+        ValueError: if the model cannot be split so.
     """
-    for index, layer in enumerate(decoder.layers):
-        attn = layer.attn
-        if type(attn) is not MultiHeadAttention or not attn.is_causal:
-            raise ValueError(
-                f"layers.{index}.attn is a {type(attn).__name__}; context_parallel_dim above 1 needs "
-                "torchtune's causal MultiHeadAttention, set context_parallel_dim: 1"
-            )
-        attn._attention_call = partial(
-            attend_part,
-            group=group,
-            queries_per_key=attn.num_heads // attn.num_kv_heads,
-            **attention.installed(attn),
-        )
-
-
-def announce_length(decoder: TransformerDecoder, num_positions: int) -> None:
-    """Give the whole sequence's length to rotary embeddings that choose their factors by it."""
-    for module in decoder.modules():
-        if hasattr(module, "sequence_length"):
-            module.sequence_length = num_positions
+    reason = decoder.supports("cp")
+    if reason is not None:
+        raise ValueError(reason)
+    decoder.set_attention(partial(attend_part, group=group))
 
 
 def positions(num_positions: int, cp: int, rank: int) -> torch.Tensor:
@@ -103,37 +87,26 @@ def attend_part(
     q_BHTD: torch.Tensor,
     k_BHTD: torch.Tensor,
     v_BHTD: torch.Tensor,
-    mask: torch.Tensor | None = None,
     *,
-    dropout_p: float = 0.0,
-    is_causal: bool = True,
     group: dist.ProcessGroup,
-    queries_per_key: int,
     window: int | None,
     softcap: float | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """Attend from this rank's part of the sequence to all of it; takes the place of torchtune's
-    ``_attention_call``.
+    """Attend from this rank's part of the sequence to all of it.
 
     Args:
         q_BHTD: this rank's queries; T is its two chunks.
-        k_BHTD: this rank's keys, repeated for grouped queries as torchtune does; they travel unrepeated.
+        k_BHTD: this rank's keys; with fewer heads than the queries where these are grouped.
         v_BHTD: this rank's values, like the keys.
-        mask: must be None.
-        dropout_p: must be 0.
-        is_causal: must be True.
         group: the ``cp`` ranks.
-        queries_per_key: query heads that share a key head.
         window: see ``attention.attend``.
         softcap: see ``attention.attend``.
         scale: see ``attention.attend``.
     """
-    assert mask is None
-    assert dropout_p == 0.0
-    assert is_causal
     cp, chunk = group.size(), q_BHTD.shape[2] // 2
-    kv = torch.stack([k_BHTD[:, ::queries_per_key], v_BHTD[:, ::queries_per_key]])
+    queries_per_key = q_BHTD.shape[1] // k_BHTD.shape[1]
+    kv = torch.stack([k_BHTD, v_BHTD])
     num_heads = kv.shape[2]
     heads_at_once = max(1, _MAX_GATHERED_BYTES * num_heads // (kv.nbytes * cp))
     out_BHTD = torch.empty_like(q_BHTD)

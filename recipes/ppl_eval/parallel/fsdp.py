@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtune.modules import TransformerDecoder
 
-from ppl_eval.checkpoints.lazy_state_dict import init_rotary_tables
 from ppl_eval.checkpoints.weights_hash import WeightsHash
 from ppl_eval.config import activity
+from ppl_eval.models.decoder import Decoder
 
 
 class Slice(NamedTuple):
@@ -86,7 +85,7 @@ class _HostGather:
 
 def shard_model(
     model: nn.Module,
-    decoder: TransformerDecoder,
+    decoder: Decoder,
     mesh: DeviceMesh,
     *,
     reshard_after_forward: bool = True,
@@ -137,24 +136,25 @@ def shard_model(
                 if isinstance(module, nn.Linear):
                     shard(module, reshard_after_forward, one_buffer)
         shard(layer, reshard_after_forward, one_buffer)
-    shard(decoder.tok_embeddings, reshard_after_forward, own_buffer)
-    if isinstance(decoder.output, nn.Module):
+    shard(decoder.embed_unit(), reshard_after_forward, own_buffer)
+    head = decoder.head_unit()
+    if head is not None:
         # Not after its forward, which runs once a chunk: whole_head gives it back.
-        shard(decoder.output, False, own_buffer)
+        shard(head, False, own_buffer)
     shard(model, reshard_after_forward, own_buffer)
     return notes
 
 
 @contextmanager
-def whole_head(decoder: TransformerDecoder) -> Iterator[None]:
-    """Keep the head's matrix whole for the length of the block, however many times ``decoder.output`` is
+def whole_head(decoder: Decoder) -> Iterator[None]:
+    """Keep the head's matrix whole for the length of the block, however many times ``decoder.head`` is
     called in it.
 
     Without FSDP this does nothing. With it, a tied head reads the embedding's weight without going through
     the embedding's forward, so no hook would gather it; and an untied head would be gathered anew for every
     chunk.
     """
-    unit = decoder.output if isinstance(decoder.output, nn.Module) else decoder.tok_embeddings
+    unit = decoder.head_unit() or decoder.embed_unit()
     if not isinstance(unit, FSDPModule):
         yield
         return
@@ -165,19 +165,20 @@ def whole_head(decoder: TransformerDecoder) -> Iterator[None]:
         unit.reshard()
 
 
-def materialize(model: nn.Module, device: torch.device, cpu_offload: bool = False) -> None:
-    """Allocate what this rank keeps of a model that was built on the meta device, and compute its rotary
-    caches.
+def materialize(model: nn.Module, decoder: Decoder, device: torch.device, cpu_offload: bool = False) -> None:
+    """Allocate what this rank keeps of a model that was built on the meta device, and compute the
+    tensors that no checkpoint holds.
 
     Parameters are uninitialised until ``load_parameters``.
 
     Args:
-        model: the model, sharded or not.
+        model: the module that holds everything, sharded or not.
+        decoder: the decoder in it.
         device: where it computes.
         cpu_offload: whether its parameters wait in host memory (``shard_model``).
     """
     model.to_empty(device="cpu" if cpu_offload else device)
-    init_rotary_tables(model, device)
+    decoder.init_buffers(device)
 
 
 @torch.no_grad()

@@ -15,61 +15,57 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torchtune.modules import TransformerDecoder
-from torchtune.training import prepare_mha_for_tp
 
 from ppl_eval.models import cpu_linear
+from ppl_eval.models.decoder import Decoder
 from ppl_eval.parallel.fsdp import Slice
 from ppl_eval.parallel.parallel_dims import CONFIG_KEYS
 
-# Columns of q, k, v, gate and up are split; output projections and down take split inputs and give parts of a
-# sum.
-_SPLIT_OUTPUTS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.w1", "mlp.w3")
-_SPLIT_INPUTS = ("attn.output_proj", "mlp.w2")
 
-
-def split_model(decoder: TransformerDecoder, group: dist.ProcessGroup) -> dict[str, Slice]:
+def split_model(decoder: Decoder, group: dist.ProcessGroup) -> dict[str, Slice]:
     """Cut a decoder down to this rank's part and make its forward sum over the group.
 
     Before loading: call it on a model on the meta device, and give the result to ``load_parameters``.
 
     Args:
-        decoder: any of torchtune's text decoders, tied or not.
+        decoder: tied or not.
         group: the ``tp`` ranks.
 
     Returns:
         The slice that is kept of every split parameter, by name.
 
     Raises:
-        ValueError: if heads, key-value heads or the MLP do not divide, or a layer is not a plain linear layer
-            (quantised, LoRA).
+        ValueError: if the model has no such layout, heads, key-value heads or the MLP do not divide, or a
+            layer is not a plain linear layer (quantised, LoRA).
     """
+    reason = decoder.supports("tp")
+    if reason is not None:
+        raise ValueError(reason)
     tp, rank = group.size(), group.rank()
-    check_divides(decoder, tp)
+    layout = decoder.tensor_parallel_layout()
+    check_divides(layout.sizes, tp)
     slices: dict[str, Slice] = {}
-    for index, layer in enumerate(decoder.layers):
-        for path in chain(_SPLIT_OUTPUTS, _SPLIT_INPUTS):
-            if path == "mlp.w3" and layer.mlp.w3 is None:
-                continue  # An MLP without a gate.
-            linear = _linear(layer, path, f"layers.{index}.{path}")
-            dim = 0 if path in _SPLIT_OUTPUTS else 1
-            slices |= _keep_part(linear, f"layers.{index}.{path}", dim, tp, rank)
+    for dim, names in enumerate((layout.split_outputs, layout.split_inputs)):
+        for name in names:
+            linear = _linear(decoder.module, name)
+            slices |= _keep_part(linear, name, dim, tp, rank)
             if dim == 1:
                 linear.forward = partial(_summed_linear, linear, group)  # type: ignore[method-assign]
-        layer.attn.num_heads //= tp
-        layer.attn.num_kv_heads //= tp
-    embedding = decoder.tok_embeddings
-    kept = _keep_part(embedding, "tok_embeddings", 0, tp, rank)
-    embedding.forward = partial(_summed_embedding, embedding, kept["tok_embeddings.weight"].start, group)
+    layout.shrink(tp)
+    embedding, name = decoder.embed_unit(), decoder.embedding_name
+    kept = _keep_part(embedding, name, 0, tp, rank)
+    start = kept[f"{name}.weight"].start
+    embedding.forward = partial(  # type: ignore[method-assign]
+        _summed_embedding, embedding, start, group
+    )
     slices |= kept
-    if isinstance(decoder.output, nn.Module):
-        slices |= _keep_part(_linear(decoder, "output", "output"), "output", 0, tp, rank)
+    if decoder.head_unit() is not None:
+        slices |= _keep_part(_linear(decoder.module, decoder.head_name), decoder.head_name, 0, tp, rank)
     return slices
 
 
-def apply_plan(decoder: TransformerDecoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+def apply_plan(decoder: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
     """Apply a user's tensor-parallel plan, as torchtune's recipes do, instead of ``split_model``.
 
     Args:
@@ -79,31 +75,22 @@ def apply_plan(decoder: TransformerDecoder, mesh: DeviceMesh, plan: Mapping[str,
             replicated logits.
 
     Raises:
-        ValueError: if heads do not divide, or the head is tied (its embedding would be a distributed tensor,
-            its input a plain one).
+        ValueError: if heads do not divide, or the model cannot be split by a plan.
     """
-    check_divides(decoder, mesh.size())
-    if not isinstance(decoder.output, nn.Module):
-        raise ValueError(
-            "tensor_parallel_plan cannot be used with a model whose head is tied to its embedding; leave "
-            "tensor_parallel_plan out: the built-in plan splits tied heads too"
-        )
-    prepare_mha_for_tp(decoder, mesh)
-    parallelize_module(decoder, mesh, dict(plan))
+    check_divides(decoder.tensor_parallel_layout().sizes, mesh.size())
+    reason = decoder.supports("tensor_parallel_plan")
+    if reason is not None:
+        raise ValueError(reason)
+    decoder.apply_plan(mesh, plan)
 
 
-def check_divides(decoder: TransformerDecoder, tp: int) -> None:
+def check_divides(sizes: Mapping[str, set[int]], tp: int) -> None:
     """Check that a decoder can be split ``tp`` ways. The vocabulary need not divide.
 
     Raises:
         ValueError: if heads, key-value heads or the width of an MLP do not divide; lists the degrees that
             would do.
     """
-    sizes: dict[str, set[int]] = {"heads": set(), "key-value heads": set(), "MLP width": set()}
-    for layer in decoder.layers:
-        sizes["heads"].add(layer.attn.num_heads)
-        sizes["key-value heads"].add(layer.attn.num_kv_heads)
-        sizes["MLP width"].add(layer.mlp.w1.out_features)
     common = math.gcd(*chain.from_iterable(sizes.values()))
     if common % tp:
         shown = ", ".join(f"{' and '.join(map(str, sorted(found)))} {what}" for what, found in sizes.items())
@@ -134,8 +121,8 @@ def _keep_part(module: nn.Module, name: str, dim: int, tp: int, rank: int) -> di
     return slices
 
 
-def _linear(parent: nn.Module, path: str, name: str) -> nn.Linear:
-    module = parent.get_submodule(path)
+def _linear(decoder: nn.Module, name: str) -> nn.Linear:
+    module = decoder.get_submodule(name)
     plain = type(module) in (nn.Linear, cpu_linear.OneDNNLinear)
     if not plain or not isinstance(module, nn.Linear) or type(module.weight.data) is not torch.Tensor:
         kind = type(module.weight.data).__name__ if plain else type(module).__name__

@@ -21,6 +21,7 @@ from torchao.quantization.linear_activation_scale import (
     to_weight_tensor_with_linear_activation_scale_metadata,
 )
 
+from ppl_eval.models.decoder import Decoder
 from ppl_eval.quantization.schemes import Scheme
 
 COMPONENT = "ppl_eval.quantization.awq"
@@ -45,7 +46,7 @@ def run_alone(index: int, like: torch.Tensor, compute: Callable[[], torch.Tensor
 
 
 def awq_layers(
-    decoder: nn.Module,
+    decoder: Decoder,
     names: set[str],
     scheme: Scheme,
     batches: Iterable[torch.Tensor],
@@ -61,7 +62,7 @@ def awq_layers(
     so that the weights are the same bits everywhere whatever hardware the ranks run on.
 
     Args:
-        decoder: torchtune decoder with full-precision weights on ``device``.
+        decoder: with full-precision weights on ``device``.
         names: linear layers to quantise, inside decoder layers.
         scheme: how the scaled weights are quantised.
         batches: tokens_BT, int64.
@@ -79,14 +80,13 @@ def awq_layers(
     if not calls:
         raise ValueError("the calibration text gives not one window: see quantizer.calibration")
     layers = decoder.layers
-    assert isinstance(layers, nn.ModuleList)
     num_tokens = sum(args[0].shape[0] * args[0].shape[1] for args, _ in calls)
     index = 0
     for i, layer in enumerate(layers):
         linears = {
             name: module
             for name, module in layer.named_modules()
-            if isinstance(module, nn.Linear) and f"layers.{i}.{name}" in names
+            if isinstance(module, nn.Linear) and f"{decoder.layers_name}.{i}.{name}" in names
         }
         inputs, calls = _observe(layer, linears, calls)
         for name, linear in linears.items():
@@ -106,9 +106,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @torch.no_grad()
-def _first_layer_calls(
-    decoder: nn.Module, batches: Iterable[torch.Tensor], device: torch.device
-) -> list[Call]:
+def _first_layer_calls(decoder: Decoder, batches: Iterable[torch.Tensor], device: torch.device) -> list[Call]:
     """Record what the decoder calls its first layer with, batch by batch: embedded tokens, mask,
     positions.
     """
@@ -118,11 +116,11 @@ def _first_layer_calls(
         calls.append((args, kwargs))
         raise _Reached
 
-    hook = decoder.layers[0].register_forward_pre_hook(stop, with_kwargs=True)  # type: ignore[union-attr, index]
+    hook = decoder.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
     try:
         for tokens_BT in batches:
             try:
-                decoder(tokens_BT.to(device))
+                decoder.hidden(tokens_BT.to(device), None, tokens_BT.shape[1])
             except _Reached:
                 continue
     finally:

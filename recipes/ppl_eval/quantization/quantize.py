@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppl_eval.checkpoints.lazy_state_dict import is_tied, short_dtype
+from ppl_eval.checkpoints.lazy_state_dict import short_dtype
 from ppl_eval.checkpoints.quantized_tensors import is_quantized, plain_tensors, stored_bytes
+from ppl_eval.models.decoder import Decoder
+from ppl_eval.models.engines import scorable
 from ppl_eval.quantization.awq import COMPONENT as AWQ
 from ppl_eval.quantization.awq import awq_layers, run_alone
 from ppl_eval.quantization.schemes import Scheme, scheme_of
-
-HEAD = "output"
 
 
 @dataclass
@@ -45,7 +45,7 @@ class QuantizationReport:
 
 
 def quantize(
-    model: nn.Module,
+    decoder: Decoder | nn.Module,
     quantizer_cfg: Mapping[str, Any],
     device: torch.device | str,
     *,
@@ -58,7 +58,7 @@ def quantize(
     plus a layer.
 
     Args:
-        model: a decoder with its weights on ``device``.
+        decoder: with its weights on ``device``.
         quantizer_cfg: the ``quantizer`` section, for example
             {_component_: torchtune.training.quantization.Int4WeightOnlyQuantizer, groupsize: 128}.
         device: where the model runs; the packed layout depends on it.
@@ -69,7 +69,8 @@ def quantize(
         ValueError: for an unknown quantiser or key, a scheme that the device cannot run, weights that are
             quantised already, or no layer that fits.
     """
-    device = torch.device(device)
+    device, decoder = torch.device(device), scorable(decoder)
+    model = decoder.module
     if any(is_quantized(p) for p in model.parameters()):
         raise ValueError(
             "the checkpoint is quantised already: remove `quantizer` from the config, or take the original"
@@ -88,13 +89,13 @@ def quantize(
                 "{dataset, num_windows}"
             )
         steps = int(quantizer_cfg.get("num_steps", 20))
-        fitting = _sort_layers(model, scheme, report, leave_head=True)
+        fitting = _sort_layers(decoder, scheme, report, leave_head=True)
         report.notes += awq_layers(
-            model, set(fitting), scheme, batches, num_steps=steps, device=device, share=share
+            decoder, set(fitting), scheme, batches, num_steps=steps, device=device, share=share
         )
     else:
         scheme = scheme_of(quantizer_cfg, device, dtype)
-        fitting = _sort_layers(model, scheme, report, leave_head=False)
+        fitting = _sort_layers(decoder, scheme, report, leave_head=False)
         for name in fitting:
             scheme.apply(model.get_submodule(name))  # type: ignore[arg-type]
     left = [name for name in fitting if not is_quantized(model.get_submodule(name).weight)]  # type: ignore[arg-type]
@@ -106,27 +107,27 @@ def quantize(
 
 
 def _sort_layers(
-    model: nn.Module, scheme: Scheme, report: QuantizationReport, *, leave_head: bool
+    decoder: Decoder, scheme: Scheme, report: QuantizationReport, *, leave_head: bool
 ) -> list[str]:
     """Return the layers that the scheme fits; the report says why the others are skipped.
 
     Raises:
         ValueError: if it fits none.
     """
-    for name, module in model.named_modules():
+    for name, module in decoder.module.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         reason = (
             "the head stays in full precision under AWQ"
-            if leave_head and name == HEAD
+            if leave_head and name == decoder.head_name
             else scheme.misfit(module)
         )
         if reason is None:
             report.quantized.append((name, scheme.name))
         else:
             report.skipped.append((name, reason))
-    if is_tied(model):
-        report.skipped.append((HEAD, "tied to the embedding, which stays in full precision"))
+    if decoder.is_tied:
+        report.skipped.append((decoder.head_name, "tied to the embedding, which stays in full precision"))
     if not report.quantized:
         reasons = "; ".join(f"{num} layers: {reason}" for reason, num in _count_reasons(report).items())
         raise ValueError(

@@ -5,12 +5,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ppl_eval.run.state import RunState
 
@@ -36,7 +34,7 @@ def run_facts(state: RunState) -> dict[str, Any]:
         },
         "threads": torch.get_num_threads(),
         "environment": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_CBWR")},
-        "kernels": {**_kernels(state.model.scorer.decoder), "concurrent_batches": state.concurrent_batches},
+        "kernels": {**state.model.scorer.model.kernels(), "concurrent_batches": state.concurrent_batches},
     }
 
 
@@ -60,20 +58,3 @@ def _paths(section: Mapping[str, Any]) -> dict[str, str]:
         for key, value in section.items()
         if isinstance(value, str) and not key.startswith("_") and Path(value).expanduser().exists()
     }
-
-
-def _kernels(decoder: nn.Module) -> dict[str, list[str]]:
-    """Return which functions attend and which modules rotate, in all layers."""
-    attention, rotary = set(), set()
-    for layer in decoder.layers:  # type: ignore[union-attr]
-        call = getattr(layer.attn, "_attention_call", None)
-        function = call.func if isinstance(call, partial) else call
-        attention.add(_name(type(layer.attn) if function is None else function))
-        embedding = getattr(layer.attn, "pos_embeddings", None)
-        if embedding is not None:
-            rotary.add(_name(type(embedding)))
-    return {"attention": sorted(attention), "rotary": sorted(rotary)}
-
-
-def _name(value: Any) -> str:
-    return f"{value.__module__}.{value.__qualname__}"

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.config.environment import choose_seed, kernel_notes
@@ -13,6 +12,7 @@ from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.process import launch_notes
 from ppl_eval.distributed.process_group import divided_searches
 from ppl_eval.distributed.rendezvous import World
+from ppl_eval.models.decoder import Decoder
 from ppl_eval.run.calibration_text import calibration_batches
 from ppl_eval.run.inputs import read_inputs
 from ppl_eval.run.state import Source
@@ -24,7 +24,7 @@ def read_sources(
     checkpoint: LoadedCheckpoint,
     dtype: torch.dtype,
     say: Callable[[str], None],
-) -> tuple[TransformerDecoder, list[Source]]:
+) -> tuple[Decoder, list[Source]]:
     """Build the checkpoint's model on the meta device, and read the text for each context length.
 
     Args:
@@ -67,7 +67,7 @@ def fill_model(
     settings: Settings,
     world: World,
     source: Source,
-    decoder: TransformerDecoder,
+    decoder: Decoder,
     placement: load.Placement,
 ) -> load.BuiltModel:
     """Load the weights into the model that ``read_sources`` built, quantised and split as the config says.

@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.weights_hash import WeightsHash
+from ppl_eval.models.engines import scorable
 from ppl_eval.scoring.nll import ScoringModel
 
 NOTE = (
@@ -21,7 +21,7 @@ _TOLERANCE_HALF = 0.1
 _PROBE_TOKENS = 16
 
 
-def unwrap(model: nn.Module) -> TransformerDecoder:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the decoder inside DistributedDataParallel.
 
     Raises:
@@ -29,12 +29,14 @@ def unwrap(model: nn.Module) -> TransformerDecoder:
             have ranks score different windows in one forward.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    if not isinstance(inner, TransformerDecoder):
+    try:
+        scorable(inner)
+    except ValueError as error:
         raise ValueError(
-            f"the model is a {type(model).__name__}; it must be a torchtune TransformerDecoder, be it under"
-            " FSDP2 or DistributedDataParallel. Evaluate others from a checkpoint, by a config"
-        )
-    if inner.caches_are_setup():
+            f"the model: {error}, be it under FSDP2 or DistributedDataParallel. Evaluate others from a"
+            " checkpoint, by a config"
+        ) from error
+    if getattr(inner, "caches_are_setup", bool)():
         raise ValueError("the model has key-value caches; delete_kv_caches() and evaluate then")
     for name, parameter in inner.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.size() != _world_size():
@@ -50,17 +52,17 @@ def unwrap(model: nn.Module) -> TransformerDecoder:
     return inner
 
 
-def is_sharded(decoder: TransformerDecoder) -> bool:
+def is_sharded(decoder: nn.Module) -> bool:
     """Return whether processes share the forward of this model."""
     return any(isinstance(module, FSDPModule) for module in decoder.modules())
 
 
-def is_compiled(decoder: TransformerDecoder) -> bool:
+def is_compiled(decoder: nn.Module) -> bool:
     """Return whether a part of the model was given to torch.compile."""
     return any(module._compiled_call_impl is not None for module in decoder.modules())
 
 
-def hash_weights(decoder: TransformerDecoder) -> WeightsHash:
+def hash_weights(decoder: nn.Module) -> WeightsHash:
     """Return the hash that a checkpoint of these weights has; all ranks of a divided model take part."""
     weights = WeightsHash()
     for name, parameter in decoder.named_parameters():
@@ -72,10 +74,10 @@ def hash_weights(decoder: TransformerDecoder) -> WeightsHash:
 
 
 @torch.no_grad()
-def own_nll(decoder: TransformerDecoder, device: torch.device) -> tuple[torch.Tensor, ...]:
+def own_nll(decoder: nn.Module, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return a few tokens, their labels, and the NLL (float64) of what the model's own forward says of them:
     before anything in it is replaced."""
-    vocab_size = decoder.tok_embeddings.num_embeddings
+    vocab_size = scorable(decoder).vocab_size
     tokens_BT = (torch.arange(_PROBE_TOKENS, device=device)[None] * 7919 + 1) % vocab_size
     labels_BT = torch.roll(tokens_BT, -1, 1)
     labels_BT[:, -1] = CROSS_ENTROPY_IGNORE_IDX

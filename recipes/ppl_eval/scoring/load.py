@@ -2,12 +2,12 @@
 score."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtune import training
-from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.lazy_state_dict import check_state_dict, load_into, note_conversions
 from ppl_eval.checkpoints.load import LoadedCheckpoint
@@ -17,8 +17,9 @@ from ppl_eval.config import activity
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.data.token_data import TokenData
-from ppl_eval.models import attention, config_check, cpu_activation, cpu_linear, families, live
-from ppl_eval.models import cpu_rotary as rotary
+from ppl_eval.models import live
+from ppl_eval.models.decoder import Asked, Decoder
+from ppl_eval.models.engines import scorable
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.quantization.awq import Share, run_alone
 from ppl_eval.quantization.quantize import QuantizationReport, quantize
@@ -47,13 +48,13 @@ class BuiltModel:
     quantization: QuantizationReport | None
     notes: list[str] = field(default_factory=list)
 
-    def facts(self) -> dict[str, str]:
-        """What must be the same on all ranks once weights were calibrated: a digest of the quantised ones."""
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks: the engine, and a digest of weights that were calibrated."""
         digest = self.quantization and self.quantization.digest
-        return {"calibrated weights": digest} if digest else {}
+        return {**self.scorer.model.facts(), **({"calibrated weights": digest} if digest else {})}
 
 
-def build_on_meta(settings: Settings, dtype: torch.dtype) -> TransformerDecoder:
+def build_on_meta(settings: Settings, dtype: torch.dtype) -> Decoder:
     """Build the config's model without weights.
 
     Raises:
@@ -61,21 +62,17 @@ def build_on_meta(settings: Settings, dtype: torch.dtype) -> TransformerDecoder:
     """
     with training.set_default_dtype(dtype), torch.device("meta"):
         model = instantiate("model", settings.model)
-    if not isinstance(model, TransformerDecoder):
-        raise ValueError(
-            f"model._component_ is {settings.model._component_!r}, which builds a {type(model).__name__}; it"
-            " must build a torchtune TransformerDecoder, a text model without adapters"
-        )
-    return model
+    try:
+        return scorable(model)
+    except ValueError as error:
+        raise ValueError(f"model._component_ is {settings.model._component_!r}: {error}") from error
 
 
-def match_family(
-    model: TransformerDecoder, checkpoint: LoadedCheckpoint, settings: Settings
-) -> tuple[str, list[str]]:
-    """Correct what torchtune computes differently from transformers, then hold the model against config.json.
+def match_family(decoder: Decoder, checkpoint: LoadedCheckpoint, settings: Settings) -> tuple[str, list[str]]:
+    """Correct what an engine computes differently, then hold the model against config.json.
 
     Args:
-        model: as built, on meta: before weights, shards and quantisation.
+        decoder: as built, on meta: before weights, shards and quantisation.
         checkpoint: opened, for its config.json.
         settings: for the builder's name, ``config_check`` and the checkpointer's ``model_type``.
 
@@ -85,19 +82,15 @@ def match_family(
     Raises:
         ValueError: if the family is not supported, or the model differs from config.json.
     """
-    builder = settings.model._component_
     if live.is_lent():
         return "none", [scoring_live.NOTE]
-    notes = families.correct(model, builder, checkpoint.hf_config)
     model_type = settings.checkpointer.get("model_type")
-    verdict, remarks = config_check.verify(
-        model, builder, checkpoint.hf_config, settings.config_check, model_type
-    )
-    return verdict, notes + remarks
+    asked = Asked(settings.model._component_, settings.config_check, model_type)
+    return decoder.check(checkpoint.hf_config, asked)
 
 
 def check_fit(
-    model: TransformerDecoder,
+    model: Decoder,
     max_seq_len: int,
     data: TokenData,
     encoder: TextEncoder,
@@ -126,7 +119,7 @@ def check_fit(
             f" use protocol.max_seq_len={model.max_seq_len} or less, or raise model.max_seq_len if the"
             " checkpoint was trained for more"
         )
-    model_vocab = model.tok_embeddings.num_embeddings
+    model_vocab = model.vocab_size
     belongs = (
         f"the model's vocabulary has {model_vocab} (0 to {model_vocab - 1}); the tokenizer"
         + (f" of {encoder.vocab_size} ids" if encoder.vocab_size > model_vocab else "")
@@ -153,13 +146,10 @@ def check_fit(
     ]
 
 
-def prepare_for_device(decoder: TransformerDecoder, device: torch.device, compiled: bool) -> None:
-    """Put kernels that suit a CPU in the places of torchtune's; a compiler makes its own."""
-    if device.type == "cpu" and not compiled:
-        attention.install_everywhere(decoder)
-        rotary.install(decoder)
-        cpu_activation.install(decoder)
-        cpu_linear.install(decoder)
+def prepare_for_device(decoder: Decoder | nn.Module, device: torch.device, compiled: bool) -> None:
+    """Choose kernels that suit the device; a compiler makes its own."""
+    if not compiled:
+        scorable(decoder).prepare(device)
 
 
 @dataclass(frozen=True)
@@ -180,7 +170,7 @@ class Placement:
 
 
 def load_model(
-    decoder: TransformerDecoder,
+    decoder: Decoder,
     checkpoint: LoadedCheckpoint,
     settings: Settings,
     placement: Placement,
@@ -199,9 +189,9 @@ def load_model(
     if live.is_lent():
         return _take_live(decoder, settings, placement)
     device, dtype, dims = placement.device, placement.dtype, placement.dims
-    num_parameters = count_parameters(decoder)
+    num_parameters = count_parameters(decoder.module)
     state_dict = checkpoint.state_dict
-    decoder.eval().requires_grad_(False)
+    decoder.module.eval().requires_grad_(False)
     prepare_for_device(decoder, device, settings.compile)
     whole = settings.quantizer is not None or any(map(is_quantized, state_dict.meta.values()))
     if whole:
@@ -209,15 +199,11 @@ def load_model(
     _check_calibration(decoder, batches)
     whole = whole or not (dims.fsdp_enabled or dims.tp_enabled)
 
-    notes: list[str] = []
-    if dtype == torch.float64:
-        notes.append(
-            "dtype=fp64: torchtune's norms and rotary embeddings, and the log-softmax, stay in float32"
-        )
+    notes = decoder.notes_on(dtype)
     report, weights = None, WeightsHash()
     if whole:
         notes += load_into(decoder, state_dict, dtype=dtype, device=device, weights=weights)
-        decoder.requires_grad_(False)
+        decoder.module.requires_grad_(False)
         if settings.quantizer is not None:
             report = quantize(decoder, settings.quantizer, device, batches=batches, share=share)
             notes += report.notes
@@ -229,22 +215,22 @@ def load_model(
         model.load(state_dict, weights)
     weights.close()
     if settings.compile:
-        training.compile_model(decoder)
+        decoder.compile()
     else:  # A compiler would look at the count in every layer.
         for layer in decoder.layers:
             layer.register_forward_hook(lambda *_: activity.tick())
     return BuiltModel(model.scorer, num_parameters, weights, report, notes + model.notes)
 
 
-def _take_live(decoder: TransformerDecoder, settings: Settings, placement: Placement) -> BuiltModel:
+def _take_live(decoder: Decoder, settings: Settings, placement: Placement) -> BuiltModel:
     """Make a model that is in memory ready to score: nothing is loaded, and nothing of it is split."""
     device = placement.device
-    here = next(decoder.parameters()).device
+    here = next(decoder.module.parameters()).device
     if here != device and (here.type, here.index or 0) != (device.type, device.index or 0):
         raise ValueError(f"the model is on {here}, and this process evaluates on {device}; move it there")
-    weights = scoring_live.hash_weights(decoder)
-    num_parameters = count_parameters(decoder)
-    probe = scoring_live.own_nll(decoder, device)
+    weights = scoring_live.hash_weights(decoder.module)
+    num_parameters = count_parameters(decoder.module)
+    probe = scoring_live.own_nll(decoder.module, device)
     prepare_for_device(decoder, device, settings.compile)
     # Its shards are its own: the mesh of this run divides the windows only.
     model = _split(decoder, settings, placement, shard=False)
@@ -252,8 +238,8 @@ def _take_live(decoder: TransformerDecoder, settings: Settings, placement: Place
     return BuiltModel(model.scorer, num_parameters, weights, None, model.notes)
 
 
-def _check_calibration(decoder: TransformerDecoder, batches: list[torch.Tensor] | None) -> None:
-    model_vocab = decoder.tok_embeddings.num_embeddings
+def _check_calibration(decoder: Decoder, batches: list[torch.Tensor] | None) -> None:
+    model_vocab = decoder.vocab_size
     highest = max((int(tokens_BT.max()) for tokens_BT in batches or ()), default=0)
     if highest >= model_vocab:
         raise ValueError(
@@ -262,9 +248,7 @@ def _check_calibration(decoder: TransformerDecoder, batches: list[torch.Tensor] 
         )
 
 
-def _split(
-    decoder: TransformerDecoder, settings: Settings, placement: Placement, *, shard: bool
-) -> parallel.SplitModel:
+def _split(decoder: Decoder, settings: Settings, placement: Placement, *, shard: bool) -> parallel.SplitModel:
     plan = settings.tensor_parallel_plan
     # Concurrent batches have logits at the same time. A CPU cuts the same chunks for one batch at a time:
     # their shape is part of the bits.

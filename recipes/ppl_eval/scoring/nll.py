@@ -9,10 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.modules import TransformerDecoder
 
 from ppl_eval.config import activity
 from ppl_eval.metrics.totals import WindowScores
+from ppl_eval.models.decoder import Decoder
+from ppl_eval.models.engines import scorable
 from ppl_eval.parallel import context_parallel, tensor_parallel
 from ppl_eval.parallel import fsdp as sharding
 from ppl_eval.protocols.batches import Batch
@@ -131,8 +132,7 @@ class ScoringModel(nn.Module):
     call.
 
     Args:
-        decoder: a torchtune decoder. Its ``unembed`` is replaced by the final norm alone: the logits of a
-            whole batch never exist.
+        decoder: the decoder. It is made to stop before its head: the logits of a whole batch never exist.
         max_logits_bytes: most memory that logits may take at once, all copies that scoring makes of them
             included.
         softmax: ``exact`` or ``torch``; see ``token_nll``.
@@ -146,7 +146,7 @@ class ScoringModel(nn.Module):
 
     def __init__(
         self,
-        decoder: TransformerDecoder,
+        decoder: Decoder | nn.Module,
         max_logits_bytes: int,
         *,
         softmax: str = "exact",
@@ -155,19 +155,19 @@ class ScoringModel(nn.Module):
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self.decoder = decoder
+        self.model = scorable(decoder)
+        self.decoder = self.model.module
         self.sequence_group = sequence_group
-        vocab_columns, vocab_start = decoder.tok_embeddings.num_embeddings, 0
+        vocab_columns, vocab_start = self.model.vocab_size, 0
         if vocab_group is not None:
             size, rank = vocab_group.size(), vocab_group.rank()
             vocab_start, _ = tensor_parallel.bounds(vocab_columns, size, rank)
             # The same on all ranks, though parts differ by one: they must cut the rows into the same chunks.
             vocab_columns = -(-vocab_columns // size)
         self.softmax = Softmax(softmax, vocab_start, vocab_group, details)
-        self.rows_per_chunk = rows_per_chunk(
-            vocab_columns, decoder.tok_embeddings.weight.dtype, max_logits_bytes, softmax
-        )
-        decoder.unembed = lambda hidden_BTD: decoder.norm(hidden_BTD)
+        dtype = self.model.embed_unit().weight.dtype
+        self.rows_per_chunk = rows_per_chunk(vocab_columns, dtype, max_logits_bytes, softmax)
+        self.model.stop_before_head()
 
     def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Score a batch.
@@ -182,12 +182,12 @@ class ScoringModel(nn.Module):
         """
         scored_BT = labels_BT != CROSS_ENTROPY_IGNORE_IDX
         if self.sequence_group is None:
-            return self._score_hidden(self.decoder(tokens_BT)[scored_BT], labels_BT[scored_BT])
+            hidden_BTD = self.model.hidden(tokens_BT, None, tokens_BT.shape[1])
+            return self._score_hidden(hidden_BTD[scored_BT], labels_BT[scored_BT])
         part = context_parallel.Part(tokens_BT.shape[1], self.sequence_group, tokens_BT.device)
         part_tokens_BT, part_labels_BT, input_pos = part.take(tokens_BT, labels_BT)
         part_scored_BT = part_labels_BT != CROSS_ENTROPY_IGNORE_IDX
-        context_parallel.announce_length(self.decoder, part.num_positions)
-        hidden_BTD = self.decoder(part_tokens_BT, input_pos=input_pos)
+        hidden_BTD = self.model.hidden(part_tokens_BT, input_pos, part.num_positions)
         found = self._score_hidden(hidden_BTD[part_scored_BT], part_labels_BT[part_scored_BT])
         # Ranks and ids of tokens are exact in float32: no vocabulary has 2^24.
         values_KBT = hidden_BTD.new_zeros(len(found), *part_labels_BT.shape, dtype=torch.float32)
@@ -196,16 +196,13 @@ class ScoringModel(nn.Module):
         return tuple(values_N.to(own.dtype) for values_N, own in zip(joined_KN, found, strict=True))
 
     def _score_hidden(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        softcap = getattr(self.decoder, "final_logit_softcap", None)
         kinds = _OUTPUTS if self.softmax.details else _OUTPUTS[:2]
         outputs = tuple(torch.empty(len(targets_N), dtype=kind, device=hidden_ND.device) for kind in kinds)
-        with sharding.whole_head(self.decoder):
+        with sharding.whole_head(self.model):
             for first in range(0, len(targets_N), self.rows_per_chunk):
                 activity.tick()
                 chunk = slice(first, first + self.rows_per_chunk)
-                logits_NV = self.decoder.output(hidden_ND[chunk]).float()
-                if softcap is not None:
-                    logits_NV = logits_NV.div_(softcap).tanh_().mul_(softcap)
+                logits_NV = self.model.head(hidden_ND[chunk])
                 found = token_nll(logits_NV, targets_N[chunk], self.softmax)
                 for output_N, values_K in zip(outputs, found, strict=True):
                     output_N[chunk] = values_K

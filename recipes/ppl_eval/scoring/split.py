@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torchtune.modules import TransformerDecoder
 
 from ppl_eval.checkpoints.weights_hash import WeightsHash
+from ppl_eval.models.decoder import Decoder
+from ppl_eval.models.engines import scorable
 from ppl_eval.parallel import context_parallel, tensor_parallel
 from ppl_eval.parallel import fsdp as sharding
 from ppl_eval.parallel.parallel_dims import ParallelDims, fsdp_mesh
@@ -46,14 +48,14 @@ class SplitModel:
         """Allocate this rank's part and fill it from whole tensors, one at a time
         (``sharding.load_parameters``); ``weights`` takes the hash of what is read.
         """
-        sharding.materialize(self.scorer, self.device, self.cpu_offload)
+        sharding.materialize(self.scorer, self.scorer.model, self.device, self.cpu_offload)
         if weights is not None:
             weights.part = self.part
         sharding.load_parameters(self.scorer.decoder, tensors, self.slices, weights, self.speaks_for_peers)
 
 
 def split_model(
-    decoder: TransformerDecoder,
+    decoder: Decoder | nn.Module,
     dims: ParallelDims,
     mesh: DeviceMesh | None,
     device: torch.device,
@@ -87,6 +89,7 @@ def split_model(
         ValueError: if the model cannot be split so.
     """
     assert shard or not dims.tp_enabled
+    decoder = scorable(decoder)
     notes = [NO_TP] if plan is not None and not dims.tp_enabled else []
     tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None
     cp_group = mesh.get_group("cp") if mesh is not None and dims.cp_enabled else None
@@ -122,7 +125,7 @@ def _place_in_copy(dims: ParallelDims, mesh: DeviceMesh | None) -> tuple[int, bo
 
 
 def _split_layers(
-    decoder: TransformerDecoder,
+    decoder: Decoder,
     tp_mesh: DeviceMesh | None,
     cp_group: dist.ProcessGroup | None,
     plan: Mapping[str, ParallelStyle] | None,
