@@ -9,11 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from helpers.runs import many, result_of
 from helpers.tiny import write_config
 from ppl_eval.models.cpu_linear import OneDNNLinear, is_available
 from ppl_eval.results.provenance import git_commit
+
+LINEAR = OneDNNLinear if is_available() else nn.Linear
 
 
 def test_the_result_says_how_to_repeat_the_run(tiny, tmp_path, private_home):

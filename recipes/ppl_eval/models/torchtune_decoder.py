@@ -138,7 +138,9 @@ class TorchtuneDecoder(Decoder):
         for layer in self.module.layers:
             attn = layer.attn
             group = attn.num_heads // attn.num_kv_heads
-            attn._attention_call = partial(_attend, attend, group, attention.installed(attn))
+            attn._attention_call = partial(
+                _attend, attend=attend, queries_per_key=group, constants=attention.installed(attn)
+            )
 
     def tensor_parallel_layout(self) -> TensorParallelLayout:
         """Divide heads and the MLP's inner width."""
@@ -174,13 +176,13 @@ def _has(layer: nn.Module, path: str) -> bool:
 
 
 def _attend(
-    attend: Attend,
-    queries_per_key: int,
-    constants: Mapping[str, Any],
     q_BHTD: Tensor,
     k_BHTD: Tensor,
     v_BHTD: Tensor,
     *,
+    attend: Attend,
+    queries_per_key: int,
+    constants: Mapping[str, Any],
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = True,

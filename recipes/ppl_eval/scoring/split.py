@@ -89,11 +89,10 @@ def split_model(
         ValueError: if the model cannot be split so.
     """
     assert shard or not dims.tp_enabled
-    decoder = scorable(decoder)
     notes = [NO_TP] if plan is not None and not dims.tp_enabled else []
     tp_mesh = mesh["tp"] if mesh is not None and dims.tp_enabled else None
     cp_group = mesh.get_group("cp") if mesh is not None and dims.cp_enabled else None
-    slices = _split_layers(decoder, tp_mesh, cp_group, plan)
+    slices = _split_layers(decoder := scorable(decoder), tp_mesh, cp_group, plan)
     scorer = ScoringModel(
         decoder,
         max_logits_bytes,
