@@ -1,11 +1,17 @@
 """The real llama-perplexity beside the protocol ``llama_cpp``, on the same float32 weights.
 
-    python benchmarks/llama_cpp.py --text FILE [--chunks 20] [--context 512] [--no-bos]
+    python benchmarks/llama_cpp.py [--text FILE] [--chunks 4] [--context 128 512 1024]
+    python benchmarks/llama_cpp.py --kl-divergence [--text FILE] [--chunks 4] [--context 512]
 
 The first call builds llama.cpp in the cache folder, from the source package of llama-cpp-python (a quarter of
 an hour on two cores; needs cmake and a C++ compiler), and writes the demo model as a float32 GGUF. Both sides
-then score the same chunks: weights, keys and values in float32, no flash attention. Prints the mean NLL (nats
-per token) after each chunk and the tool's +/- beside ours.
+then score the same chunks: weights, keys and values in float32, no flash attention; each context with BOS and
+without. Without a file, the text is the Python language reference with chat markup between its topics and a
+line feed at its end. Prints the mean NLL (nats per token) and its +/- after each chunk, and fails where they
+differ by more than 2e-6.
+
+With ``--kl-divergence``, prints what the tool says of the demo model against its own Q4_0 rounding, both as
+float32 GGUFs (with quantised weights the tool rounds activations as well).
 """
 
 import argparse
@@ -17,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -27,6 +34,8 @@ from ppl_eval.config.paths import home
 
 SOURCE = "llama-cpp-python==0.3.36"
 CHUNK_LINE = re.compile(r"^\s*\d+\s+[\d.]+\s+([\d.]+)\s+([\d.]+)\s*$", re.MULTILINE)
+# What arithmetic in another order may do to a mean; the tool prints six decimals.
+TOLERANCE = 2e-6
 
 
 def build(cache: Path) -> Path:
@@ -68,8 +77,14 @@ def build(cache: Path) -> Path:
     return program
 
 
-def write_gguf(path: Path, add_bos: bool) -> None:
-    """Write the demo model as the recipe sees it (bfloat16 values) as a float32 GGUF."""
+def write_gguf(path: Path, *, add_bos: bool, rounded: bool = False) -> None:
+    """Write the demo model as the recipe sees it (bfloat16 values) as a float32 GGUF.
+
+    Args:
+        path: the file to write.
+        add_bos: what the file says about BOS.
+        rounded: whether its matrices went through Q4_0.
+    """
     import gguf
     import torch
 
@@ -85,76 +100,104 @@ def write_gguf(path: Path, add_bos: bool) -> None:
         writer.add_add_bos_token(add_bos)
         for tensor in reader.tensors:
             weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-            writer.add_tensor(tensor.name, weight.bfloat16().float().numpy())
+            values = weight.bfloat16().float().numpy()
+            if rounded and values.ndim == 2:
+                kind = gguf.GGMLQuantizationType.Q4_0
+                values = gguf.dequantize(gguf.quantize(values, kind), kind)
+            writer.add_tensor(tensor.name, values)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
 
 
-def theirs(program: Path, model: Path, options: argparse.Namespace) -> tuple[list[float], float]:
-    """Run llama-perplexity; return the mean NLL after each chunk, and the standard error of the last."""
-    command = [program, "-m", model, "-f", options.text, "-c", options.context, "-b", options.context]
-    command += [
-        "--chunks",
-        options.chunks,
-        "-ctk",
-        "f32",
-        "-ctv",
-        "f32",
-        "-fa",
-        "off",
-        "--ppl-output-type",
-        "1",
-    ]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
-    found = [(float(mean), float(stderr)) for mean, stderr in CHUNK_LINE.findall(done.stdout)]
-    assert found, done.stdout + done.stderr
-    return [mean for mean, _ in found], found[-1][1]
+def run_tool(program: Path, model: Path, text: Path, context: int, chunks: int, *more: object) -> str:
+    """Run llama-perplexity in float32; return what it printed."""
+    options = ["-m", model, "-f", text, "-c", context, "-b", context, "--chunks", chunks]
+    exact = ["-ctk", "f32", "-ctv", "f32", "-fa", "off", "--ppl-output-type", "1"]
+    command = [str(part) for part in (program, *options, *exact, *more)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout
 
 
-def ours(folder: Path, options: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
-    """Run the recipe on the same chunks; return the mean NLL after each, and the result."""
+def ours(folder: Path, text: Path, context: int, chunks: int, bos: str) -> tuple[Any, dict[str, Any]]:
+    """Run the recipe on the same chunks; return mean NLL and its +/- after each, ``(chunks, 2)``, and the
+    result."""
     import pyarrow.parquet as pq
 
     command = [sys.executable, "-m", "distributed_ppl_eval", "--config", "smollm2/135M_ppl", "dtype=fp32"]
-    command += [
-        "protocol=ppl_eval.protocols.llama_cpp",
-        f"protocol.max_seq_len={options.context}",
-        "per_window=true",
-    ]
-    command += [f"protocol.bos={'never' if options.no_bos else 'always'}", "dataset=ppl_eval.data.text_files"]
-    command += [f"dataset.paths=[{options.text}]", f"max_windows={options.chunks}", f"output_dir={folder}"]
+    command += ["protocol=ppl_eval.protocols.llama_cpp", f"protocol.max_seq_len={context}", "batch_size=1"]
+    command += [f"protocol.bos={bos}", "dataset=ppl_eval.data.text_files", f"dataset.paths=[{text}]"]
+    command += [f"max_windows={chunks}", f"output_dir={folder}", "per_window=true"]
     subprocess.run(command, check=True, capture_output=True)
     windows = pq.read_table(folder / "windows.parquet")
-    nll, num_tokens = (windows[name].to_numpy() for name in ("nll_sum", "num_tokens"))
-    return (np.cumsum(nll) / np.cumsum(num_tokens)).tolist(), json.loads((folder / "result.json").read_text())
+    sums = (np.cumsum(windows[name].to_numpy()) for name in ("num_tokens", "nll_sum", "nll_sq_sum"))
+    num_tokens, nll_sum, nll_sq_sum = sums
+    mean = nll_sum / num_tokens
+    stderr = np.sqrt((nll_sq_sum / num_tokens - mean**2) / (num_tokens - 1))
+    return np.stack([mean, stderr], axis=1), json.loads((folder / "result.json").read_text())
+
+
+def compare_nll(program: Path, text: Path, contexts: list[int], chunks: int) -> None:
+    """Score with both, for each context with BOS and without, and print the comparison."""
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as scratch:
+        for bos in ("always", "never"):
+            model = Path(scratch) / f"{bos}.gguf"
+            write_gguf(model, add_bos=bos == "always")
+            for context in contexts:
+                lines = CHUNK_LINE.findall(run_tool(program, model, text, context, chunks))
+                theirs = np.array(lines, dtype=np.float64)
+                own, result = ours(Path(scratch) / f"{bos}-{context}", text, context, chunks, bos)
+                assert theirs.shape == own.shape, f"{len(theirs)} chunks by llama-perplexity, {len(own)} here"
+                print(f"context {context}, BOS {bos}, {result['num_tokens']:,} tokens")
+                for chunk, (a, b) in enumerate(zip(theirs.tolist(), own.tolist(), strict=True), start=1):
+                    print(
+                        f"  {chunk} chunks: {a[0]:.6f} +/- {a[1]:.6f} by llama-perplexity,"
+                        f" {b[0]:.6f} +/- {b[1]:.6f} here",
+                        flush=True,
+                    )
+                worst = max(worst, np.abs(theirs - own).max())
+    print(f"largest difference {worst:.1e}")
+    if worst > TOLERANCE:
+        sys.exit(f"more than {TOLERANCE:.0e}")
+
+
+def print_divergence(program: Path, text: Path, context: int, chunks: int) -> None:
+    """Print the tool's comparison of the demo model with its Q4_0 rounding."""
+    with tempfile.TemporaryDirectory() as scratch:
+        base, rounded, logits = (Path(scratch) / name for name in ("base.gguf", "q4_0.gguf", "logits.bin"))
+        write_gguf(base, add_bos=False)
+        write_gguf(rounded, add_bos=False, rounded=True)
+        save = ("--kl-divergence-base", logits)
+        run_tool(program, base, text, context, chunks, *save)
+        print(run_tool(program, rounded, text, context, chunks, *save, "--kl-divergence"))
 
 
 def main() -> None:
-    """Score with both and print the comparison."""
+    """Build the tool, then do what was asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", required=True, type=Path)
-    parser.add_argument("--chunks", type=int, default=20)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--no-bos", action="store_true")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--context", type=int, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--kl-divergence", action="store_true")
     options = parser.parse_args()
-    options.text = options.text.resolve()
     program = build(home() / "llama.cpp")
     with tempfile.TemporaryDirectory() as scratch:
-        model = Path(scratch) / "model.gguf"
-        write_gguf(model, add_bos=not options.no_bos)
-        means, stderr = theirs(program, model, options)
-        own, result = ours(Path(scratch) / "run", options)
-    for chunk, (their_mean, own_mean) in enumerate(zip(means, own, strict=True), start=1):
-        print(f"after chunk {chunk:3d}: {their_mean:.6f} by llama-perplexity, {own_mean:.6f} here")
-    worst = max(abs(a - b) for a, b in zip(means, own, strict=True))
-    own_stderr = result["perplexity_stderr_llama_cpp"] / result["perplexity"]
-    print(
-        f"largest difference {worst:.1e} (the tool prints 6 decimals); +/- {stderr:.6f} and {own_stderr:.6f}"
-    )
+        text = Path(scratch) / "text.txt"
+        if options.text is None:
+            turns = (f"<|im_start|>user\n{name}<|im_end|>\n{topics[name]}" for name in sorted(topics))
+            text.write_text("".join(turns).rstrip("\n") + "\n", encoding="utf-8")
+        else:
+            text = options.text.resolve()
+        if options.kl_divergence:
+            print_divergence(program, text, options.context[0], options.chunks)
+        else:
+            compare_nll(program, text, options.context, options.chunks)
 
 
 if __name__ == "__main__":

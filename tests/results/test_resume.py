@@ -116,6 +116,14 @@ def without_tokens(out):
     change(ledger_of(out) / "tokens-0.bin", lambda content: content[:-32])
 
 
+def changed_tokens(out):
+    """A token's NLL that the disk changed, in a file of the right length."""
+    change(
+        ledger_of(out) / "tokens-0.bin",
+        lambda content: content[:18] + bytes([content[18] ^ 64]) + content[19:],
+    )
+
+
 def whole(_):
     pass
 
@@ -146,6 +154,7 @@ FSDP = ["data_parallel_shard_dim=2", "data_parallel_replicate_dim=1"]
                 "torn": (torn, [], 5),
                 "unsynced": (unsynced, [], 5),
                 "tokens": (without_tokens, [], 5),
+                "changed_tokens": (changed_tokens, [], 5),
             },
         ),
         (2, {"same": (whole, [], 6), "fsdp": (torn, FSDP, 5)}),

@@ -91,6 +91,7 @@ class SpooledTokens:
     def __init__(self, folders: Sequence[Path], own: Records, rank: int = 0) -> None:
         self.window_W: IntArray = own["window_id"]
         self.num_tokens_W: IntArray = own["num_tokens"]
+        self._nll_sum_W = own["nll_sum"]
         self._files: list[npt.NDArray[Any]] = []
         self._file_W = np.full(len(own), -1)
         self._start_W = np.zeros(len(own), dtype=np.int64)
@@ -121,6 +122,9 @@ class SpooledTokens:
         window_K = records["window_id"][start_K]
         place_K = np.minimum(np.searchsorted(self.window_W, window_K), len(self.window_W) - 1)
         whole_K = (self.window_W[place_K] == window_K) & (self.num_tokens_W[place_K] == count_K)
+        # The ledger's records have check numbers; a token that a disk changed shows in its window's sum.
+        nll_sum_K = np.add.reduceat(records["nll"], start_K, dtype=np.float64)
+        whole_K &= np.isclose(nll_sum_K, self._nll_sum_W[place_K], rtol=1e-9, atol=1e-9)
         self._file_W[place_K[whole_K]] = len(self._files)
         self._start_W[place_K[whole_K]] = start_K[whole_K]
         self._files.append(records)
