@@ -147,10 +147,12 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.results.progress import Progress
         from ppl_eval.results.token_spool import TokenSpool
         from ppl_eval.run import loop
+        from ppl_eval.run.schedule import Schedule
 
         state = self.state
         activity.enter("scoring")
         expected = state.share.expected_tokens * (1 - state.num_done / max(1, len(state.share.batches)))
+        schedule = Schedule(state)
         progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
 
         tokens = None
@@ -161,9 +163,9 @@ class DistributedPPLEvalRecipe:
             if tokens is not None:
                 tokens.append(batch, scores)
             self._ledger.append(records)
-            progress.update(totals)
+            progress.update(totals, schedule.share)
 
-        sums = loop.score(state, loop.batches_of_rank(state), keep)
+        sums = loop.score(state, schedule, keep)
         progress.close()
         # A rank may be done long before others; a collective would not wait for them so patiently.
         self.world.agree("scored", lambda: None)

@@ -1,8 +1,9 @@
 """Run the recipe; rank KILL_RANK kills itself (SIGKILL) when it has recorded KILL_AFTER batches, in the first
-of the runs that share the file KILLED."""
+of the runs that share the file KILLED. The schedule is static, so that every rank has so many."""
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import distributed_ppl_eval
@@ -25,4 +26,5 @@ def append_and_die(self, records):
 Ledger.append = append_and_die
 
 if __name__ == "__main__":
+    sys.argv.append("schedule=static")
     distributed_ppl_eval.main()

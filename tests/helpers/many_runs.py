@@ -1,6 +1,7 @@
 """In every rank: run the recipe once for every argument list of a JSON file, in the same processes.
 
-An argument list may start with "reversed": then this rank runs its batches from the last to the first.
+An argument list may start with "reversed": then this rank runs its share of a static schedule from the last
+batch to the first.
 """
 
 import json
@@ -10,17 +11,17 @@ from pathlib import Path
 
 import distributed_ppl_eval
 from ppl_eval.distributed.outcome import Stop
-from ppl_eval.run import loop
+from ppl_eval.run import schedule
 
-forward = loop.batches_of
+forward = schedule.batches_of
 
 for number, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
     # Every run must find the store empty, as a process of its own would.
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-    loop.batches_of = forward
+    schedule.batches_of = forward
     if argv[0] == "reversed":
-        argv = argv[1:]
-        loop.batches_of = lambda *args, **kwargs: forward(*args, **kwargs)[::-1]
+        argv = [*argv[1:], "schedule=static"]
+        schedule.batches_of = lambda *args, **kwargs: forward(*args, **kwargs)[::-1]
     try:
         code = distributed_ppl_eval.run(argv)
     except Stop as stop:

@@ -11,6 +11,7 @@ EXACT = {
     "fsdp4": [f"{SHARD}=4"],
     "fsdp_inferred": [f"{SHARD}=-1"],
     "hsdp2x2": [f"{SHARD}=2"],
+    "hsdp2x2_static": [f"{SHARD}=2", "schedule=static"],
     "fsdp_kept": [f"{SHARD}=4", "fsdp_reshard_after_forward=false"],
 }
 CLOSE = {
@@ -18,6 +19,7 @@ CLOSE = {
     "fsdp2_tp2": [f"{SHARD}=2", f"{TP}=2"],
     "cp4": [f"{CP}=4"],
     "fsdp2_cp2": [f"{SHARD}=2", f"{CP}=2"],
+    "dp2_tp2_static": [f"{TP}=2", "schedule=static"],
     "cp2_tp2": [f"{CP}=2", f"{TP}=2"],
 }
 
@@ -53,6 +55,7 @@ def test_runs_over_a_mesh(tiny, tmp_path, private_home):
         "tp": 1,
         "world_size": 4,
         "num_nodes": 1,
+        "schedule": "dynamic",
     }
 
 

@@ -35,7 +35,7 @@ def test_progress_off_a_terminal_is_plain_lines():
     stream = io.StringIO()
     progress = Progress(2000, 2, enabled=True, stream=stream, clock=clock.__next__)
     for _ in range(3):
-        progress.update(totals_of(200 * math.log(8), 200))
+        progress.update(totals_of(200 * math.log(8), 200), 0.5)
     progress.close()
     said = stream.getvalue()
     assert "\r" not in said
@@ -49,7 +49,7 @@ def test_progress_on_a_terminal_is_a_bar():
     stream = io.StringIO()
     stream.isatty = lambda: True
     progress = Progress(1000, 1, enabled=True, stream=stream)
-    progress.update(totals_of(200 * math.log(8), 200))
+    progress.update(totals_of(200 * math.log(8), 200), 1.0)
     progress.close()
     assert "\r" in stream.getvalue()
     assert "perplexity 8.0000" in stream.getvalue()
@@ -58,6 +58,6 @@ def test_progress_on_a_terminal_is_a_bar():
 def test_other_ranks_show_nothing():
     stream = io.StringIO()
     progress = Progress(1000, 2, enabled=False, stream=stream)
-    progress.update(totals_of(1.0, 1))
+    progress.update(totals_of(1.0, 1), 0.5)
     progress.close()
     assert stream.getvalue() == ""

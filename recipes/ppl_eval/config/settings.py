@@ -76,6 +76,7 @@ class Settings:
     max_windows: int | None = _key(None, at_least=1, at_most=2**62)
     max_logits_mib: float = _key(64, at_least=0.001)
     softmax: str = _key("exact", allowed=("exact", "torch"))
+    schedule: str = _key("auto", allowed=("auto", "static", "dynamic"))
     part: str | None = None
     per_window: bool = False
     per_document: bool = False

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 # Index of a batch without windows: it keeps a rank in step where every forward is a collective (FSDP).
 DUMMY_BATCH = -1
+# A chunk is one part of so many of a taker's even share of what is left: a taker that is so many times slower
+# than the others still ends its largest chunk when they end the run, and a run asks for few chunks.
+_PARTS_OF_SHARE = 8
 
 
 def batches_of(
@@ -27,3 +30,26 @@ def batches_of(
     own = batches[rank::num_replicas]
     most = -(-len(batches) // num_replicas)
     return [*own, DUMMY_BATCH] if equal_steps and len(own) < most else own
+
+
+def chunk_bounds(num_steps: int, num_takers: int) -> list[int]:
+    """Return where the chunks of a dynamic schedule begin, and where the last one ends.
+
+    Guided self-scheduling (Polychronopoulos and Kuck, 1987), with smaller chunks as in factoring (Hummel,
+    Schonberg and Flynn, 1992): each is a fixed part of what is left, and the last ones are single steps.
+    Chunk k is the same whoever takes it, so that takers need to share nothing but a counter.
+
+    Args:
+        num_steps: of the run.
+        num_takers: who take chunks.
+
+    Example:
+        >>> bounds = chunk_bounds(10_000, 2)
+        >>> bounds[:4], bounds[-3:], len(bounds)
+        ([0, 625, 1210, 1759], [9998, 9999, 10000], 101)
+    """
+    bounds = [0]
+    while bounds[-1] < num_steps:
+        left = num_steps - bounds[-1]
+        bounds.append(bounds[-1] + max(1, left // (_PARTS_OF_SHARE * num_takers)))
+    return bounds

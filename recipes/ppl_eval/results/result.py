@@ -24,6 +24,7 @@ from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, records, table
 from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
+from ppl_eval.run import schedule
 from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.run.state import RunState, Scored
@@ -115,7 +116,11 @@ def build(
         "compile": settings.compile,
         "max_logits_mib": settings.max_logits_mib,
         "softmax": settings.softmax,
-        "parallel": {**asdict(state.dims), "num_nodes": len(state.world.nodes)},
+        "parallel": {
+            **asdict(state.dims),
+            "num_nodes": len(state.world.nodes),
+            "schedule": schedule.in_use(state),
+        },
         "seed": state.source.seed,
         "timing": _timing(scored, per_rank),
         "run": run_facts(state),

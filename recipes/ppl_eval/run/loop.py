@@ -1,7 +1,7 @@
 """The loop: this rank's batches are scored and added up, then the sums of all ranks are joined once."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import Totals, WindowScores
 from ppl_eval.metrics.window_records import Records, records_of
 from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
-from ppl_eval.protocols.sampler import batches_of
+from ppl_eval.run.schedule import Schedule
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.nll import ScoringModel, check_finite, score_batch
@@ -35,24 +35,12 @@ class RankSums:
     seconds: float
 
 
-def batches_of_rank(state: RunState) -> tuple[int, Iterable[Batch]]:
-    """Return how many batches this rank scores, and the batches, made when asked for."""
-    inputs, dims = state.inputs, state.dims
-    left: Sequence[int] = state.share.batches
-    if state.num_done:
-        left = [batch for batch in left if not state.done[batch]]
-    # Shards are gathered in every forward, so ranks that share them make the same number of forwards.
-    indices = batches_of(dims.dp_rank(state.world.rank), dims.dp_degree, left, equal_steps=dims.dp_shard > 1)
-    batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
-    return len(indices), map(batches.__getitem__, indices)
-
-
-def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> RankSums:
+def score(state: RunState, schedule: Schedule, keep: Keep) -> RankSums:
     """Score batches and add them up.
 
     Args:
         state: the run.
-        batches: what ``batches_of_rank`` returned.
+        schedule: which batches.
         keep: called with every batch that counts, what it scored, its records, and the totals so far.
 
     Raises:
@@ -62,11 +50,11 @@ def score(state: RunState, batches: tuple[int, Iterable[Batch]], keep: Keep) -> 
     counted = dims.is_counted(state.world.rank)
     num_buckets = settings.position_buckets or 0
     accumulator = Accumulator(inputs.plan, inputs.data, num_buckets)
-    num_steps, windows = batches
+    batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
     score_one = partial(_score_one, state.model.scorer, state.device)
     begin = time.monotonic()
     for batch, scores in concurrency.map_concurrently(
-        score_one, windows, num_steps, state.concurrent_batches
+        score_one, map(batches.__getitem__, schedule), schedule.num_batches, state.concurrent_batches
     ):
         check_finite(batch, scores, state.world.where)
         activity.finished(batch.window_ids_B.tolist())

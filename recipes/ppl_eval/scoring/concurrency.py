@@ -39,22 +39,23 @@ def num_concurrent_batches(device: torch.device, alone: bool, batch_tokens: int)
 
 
 def map_concurrently(
-    function: Callable[[T], R], items: Iterable[T], num_items: int, num_concurrent: int
+    function: Callable[[T], R], items: Iterable[T], num_items: int | None, num_concurrent: int
 ) -> Iterator[tuple[T, R]]:
     """Yield each item with its result, in the order of the items.
 
     An error of ``function`` is raised where its result would have come. Items are taken at most
     ``num_concurrent`` ahead of the results. The remainder of ``num_items`` by ``num_concurrent`` comes first,
-    one item at a time on all threads, so that no thread is idle at the end.
+    one item at a time on all threads, so that no thread is idle at the end; where the number is not known,
+    the last item may have only its share of them.
 
     Args:
         function: what to compute of each item.
         items: the items.
-        num_items: how many there are.
+        num_items: how many there are; None if that is not known beforehand.
         num_concurrent: how many are computed at once.
     """
     items = iter(items)
-    for item in islice(items, num_items % num_concurrent if num_concurrent > 1 else None):
+    for item in islice(items, (num_items or 0) % num_concurrent if num_concurrent > 1 else None):
         yield item, function(item)
     if num_concurrent == 1:
         return
