@@ -46,7 +46,7 @@ def chunk_bounds(num_steps: int, num_takers: int) -> list[int]:
     Example:
         >>> bounds = chunk_bounds(10_000, 2)
         >>> bounds[:4], bounds[-3:], len(bounds)
-        ([0, 625, 1210, 1759], [9998, 9999, 10000], 101)
+        ([0, 625, 1210, 1759], [9998, 9999, 10000], 126)
     """
     bounds = [0]
     while bounds[-1] < num_steps:
