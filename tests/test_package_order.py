@@ -24,6 +24,7 @@ ORDER = (
     "run",
     "results",
     "api",
+    "tasks",
     "commands",
 )
 

@@ -12,6 +12,7 @@ from ppl_eval import __version__
 from ppl_eval.commands.doctor_cli import add_doctor
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
 from ppl_eval.commands.run import add_run
+from ppl_eval.commands.tasks import add_tasks
 from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.yaml_files import find_config, shipped_configs
 
@@ -37,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
     commands = parser.add_subparsers(required=True, metavar="command")
     add_run(commands)
+    add_tasks(commands)
 
     ls = commands.add_parser("ls", help="list the shipped configs")
     ls.set_defaults(command=_ls)
@@ -153,3 +155,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         " checkpointer._component_=torchtune.training.FullModelTorchTuneCheckpointer"
         f" checkpointer.checkpoint_dir={path.parent} 'checkpointer.checkpoint_files=[{path.name}]'"
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -144,9 +144,9 @@ class Decoder(ABC):
         return []
 
     def supports(self, axis: str) -> str | None:
-        """Return why the model cannot be split along ``cp`` or ``tp`` or by a ``tensor_parallel_plan``; None
-        where it can."""
-        return None
+        """Return why the model cannot be split along ``cp`` or ``tp`` or by a ``tensor_parallel_plan``, or
+        not run ``branches`` (``hidden_of_branches``); None where it can."""
+        return "this engine has no masks of its own" if axis == "branches" else None
 
     # What is done with it.
 
@@ -163,6 +163,16 @@ class Decoder(ABC):
             positions_1T: of the tokens, where they are a part of a sequence; None for 0 to T - 1.
             num_positions: length of the whole sequence.
         """
+
+    def hidden_of_branches(self, tokens_BT: Tensor, positions_BT: Tensor, mask_BTT: Tensor) -> Tensor:
+        """Return what ``hidden`` does, for sequences that share a beginning and go on in branches.
+
+        Args:
+            tokens_BT: inputs; int64.
+            positions_BT: of the tokens; a branch has those that it would have alone.
+            mask_BTT: True where a token sees another.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def head(self, hidden_ND: Tensor) -> Tensor:

@@ -74,7 +74,10 @@ class TorchtuneDecoder(Decoder):
         return ["dtype=fp64: torchtune's norms and rotary embeddings, and the log-softmax, stay in float32"]
 
     def supports(self, axis: str) -> str | None:
-        """Name a layer whose score function is not known, for ``cp``; a tied head, for a plan."""
+        """Name a layer whose score function is not known, for ``cp``; a tied head, for a plan; for branches a
+        layer that counts positions by their place in the row."""
+        if axis == "branches":
+            return self._why_no_branches()
         if axis == "tensor_parallel_plan" and self.is_tied:
             # Its embedding would be a distributed tensor, the head's input a plain one.
             return (
@@ -103,6 +106,18 @@ class TorchtuneDecoder(Decoder):
             if hasattr(module, "sequence_length"):
                 module.sequence_length = num_positions
         return self.module(tokens_BT, input_pos=positions_1T)
+
+    def _why_no_branches(self) -> str | None:
+        for index, layer in enumerate(self.module.layers):
+            if type(layer.attn) is not MultiHeadAttention or attention.installed(layer.attn)["window"]:
+                return f"layers.{index}.attn has a sliding window or a mask of its own"
+        if any(hasattr(module, "sequence_length") for module in self.module.modules()):
+            return "its rotary embedding depends on the length of the whole sequence"
+        return None
+
+    def hidden_of_branches(self, tokens_BT: Tensor, positions_BT: Tensor, mask_BTT: Tensor) -> Tensor:
+        """Run the decoder up to its last norm."""
+        return self.module(tokens_BT, mask=mask_BTT, input_pos=positions_BT)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Multiply by the head's matrix, and cap where the family does (``corrections``)."""

@@ -169,12 +169,20 @@ class ScoringModel(nn.Module):
         self.rows_per_chunk = rows_per_chunk(vocab_columns, dtype, max_logits_bytes, softmax)
         self.model.stop_before_head()
 
-    def forward(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        tokens_BT: torch.Tensor,
+        labels_BT: torch.Tensor,
+        input_pos_BT: torch.Tensor | None = None,
+        mask_BTT: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         """Score a batch.
 
         Args:
             tokens_BT: inputs; int64.
             labels_BT: targets aligned with the inputs, -100 where nothing is scored; int64.
+            input_pos_BT: positions; None for 0 to T - 1. Not with a ``sequence_group``.
+            mask_BTT: True where a token sees another; None for causal. Not with a ``sequence_group``.
 
         Returns:
             What ``token_nll`` does, of the scored targets in row-major order; the same on all ranks that
@@ -182,8 +190,13 @@ class ScoringModel(nn.Module):
         """
         scored_BT = labels_BT != CROSS_ENTROPY_IGNORE_IDX
         if self.sequence_group is None:
-            hidden_BTD = self.model.hidden(tokens_BT, None, tokens_BT.shape[1])
+            if mask_BTT is None:
+                hidden_BTD = self.model.hidden(tokens_BT, None, tokens_BT.shape[1])
+            else:
+                assert input_pos_BT is not None
+                hidden_BTD = self.model.hidden_of_branches(tokens_BT, input_pos_BT, mask_BTT)
             return self._score_hidden(hidden_BTD[scored_BT], labels_BT[scored_BT])
+        assert mask_BTT is None
         part = context_parallel.Part(tokens_BT.shape[1], self.sequence_group, tokens_BT.device)
         part_tokens_BT, part_labels_BT, input_pos = part.take(tokens_BT, labels_BT)
         part_scored_BT = part_labels_BT != CROSS_ENTROPY_IGNORE_IDX
