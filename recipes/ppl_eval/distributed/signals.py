@@ -37,8 +37,20 @@ def listen(act: Callable[[signal.Signals], None]) -> Callable[[], None]:
         os.close(reader)
 
     threading.Thread(target=read, name="signal-watch", daemon=True).start()
+    listening = True
+
+    def forget() -> None:
+        # A forked child (a pool of some library) has the same pipe: the signal that ends it would count here.
+        if listening:
+            signal.set_wakeup_fd(-1)
+            for number in before:
+                signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=forget)
 
     def end() -> None:
+        nonlocal listening
+        listening = False
         signal.set_wakeup_fd(waker)
         for number, handler in before.items():
             with suppress(TypeError):  # None: not installed from Python.
