@@ -16,10 +16,13 @@ def test_the_signal_that_ends_a_forked_child_is_not_the_parent_s():
 
     end = listen(act)
     try:
+        ready, say = os.pipe()
         child = os.fork()
         if child == 0:
-            signal.pause()
-            os._exit(0)
+            os.write(say, b"!")
+            while True:
+                signal.pause()
+        assert os.read(ready, 1) == b"!"
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
         # It had no handler of ours, and ended as a child does.
