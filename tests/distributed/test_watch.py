@@ -1,6 +1,5 @@
 """Ranks that stop, get stuck or are killed in the middle of a run: named within timeout_seconds and 15 s."""
 
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ import pytest
 from helpers.runs import finish, running_ranks
 from helpers.tiny import write_config
 from helpers.two_hosts import wait_for
+from ppl_eval.results.status import read_statuses
 
 HELD_RUN = str(Path(__file__).parents[1] / "helpers" / "held_run.py")
 HERE = socket.gethostname()
@@ -41,12 +41,16 @@ def held(config, tmp_path):
     return start
 
 
-def all_held(running, store, tmp_path):
+def all_held(running, tmp_path):
     """Wait until every rank is held, and its beats say so."""
-    wait_for([tmp_path / f"held.{rank}" for rank in range(len(running))], running)
-    for rank in range(len(running) if len(running) > 1 else 0):
-        while json.loads(store.get(f"ppl_eval/0/heartbeat/{rank}"))["window"] is None:
-            time.sleep(0.05)
+    num_ranks = len(running)
+    wait_for([tmp_path / f"held.{rank}" for rank in range(num_ranks)], running)
+    told: dict[int, dict] = {}
+    while len(told) < num_ranks or any(about["window"] is None for about in told.values()):
+        time.sleep(0.05)
+        hosts, damaged = read_statuses(tmp_path / "out")
+        assert not damaged
+        told = hosts[0].ranks if hosts else {}
 
 
 def the_error(finished):
@@ -68,8 +72,8 @@ def the_error(finished):
     ],
 )
 def test_a_stopped_rank_is_named(held, tmp_path, num_ranks, stopped, overrides):
-    with held(num_ranks, *overrides) as (running, store):
-        all_held(running, store, tmp_path)
+    with held(num_ranks, *overrides) as (running, _):
+        all_held(running, tmp_path)
         os.kill(running[stopped].pid, signal.SIGSTOP)
         (tmp_path / "go").touch()
         finished = finish(running, TIMEOUT_SECONDS + GRACE_SECONDS)
@@ -87,8 +91,8 @@ def test_a_stopped_rank_is_named(held, tmp_path, num_ranks, stopped, overrides):
     [(1, []), pytest.param(0, [SHARDED], marks=pytest.mark.slow)],
 )
 def test_a_rank_that_is_stuck_in_a_read_is_named(held, tmp_path, stuck, overrides):
-    with held(2, *overrides, stuck=stuck) as (running, store):
-        all_held(running, store, tmp_path)
+    with held(2, *overrides, stuck=stuck) as (running, _):
+        all_held(running, tmp_path)
         (tmp_path / "go").touch()
         finished = finish(running, TIMEOUT_SECONDS + GRACE_SECONDS)
     assert all(finished.codes)
@@ -104,8 +108,8 @@ def test_a_rank_that_is_stuck_in_a_read_is_named(held, tmp_path, stuck, override
     ("killed", "overrides"), [(1, []), pytest.param(0, [SHARDED], marks=pytest.mark.slow)]
 )
 def test_a_killed_rank_is_named(held, tmp_path, killed, overrides):
-    with held(2, "timeout_seconds=3600", *overrides) as (running, store):
-        all_held(running, store, tmp_path)
+    with held(2, "timeout_seconds=3600", *overrides) as (running, _):
+        all_held(running, tmp_path)
         os.kill(running[killed].pid, signal.SIGKILL)
         (tmp_path / "go").touch()
         finished = finish(running, 30)
@@ -123,8 +127,8 @@ def test_a_killed_rank_is_named(held, tmp_path, killed, overrides):
     ],
 )
 def test_a_signal_ends_the_run_with_its_code(held, tmp_path, number, ranks):
-    with held(ranks) as (running, store):
-        all_held(running, store, tmp_path)
+    with held(ranks) as (running, _):
+        all_held(running, tmp_path)
         os.kill(running[-1].pid, number)
         finished = finish(running, 15)
     assert finished.codes == (128 + number,) * ranks, finished.output
@@ -134,8 +138,8 @@ def test_a_signal_ends_the_run_with_its_code(held, tmp_path, number, ranks):
 
 
 def test_a_removed_output_dir_is_noticed_with_the_next_batch(held, tmp_path):
-    with held(1) as (running, store):
-        all_held(running, store, tmp_path)
+    with held(1) as (running, _):
+        all_held(running, tmp_path)
         shutil.rmtree(tmp_path / "out")
         (tmp_path / "go").touch()
         finished = finish(running, 30)

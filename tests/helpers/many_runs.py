@@ -5,7 +5,6 @@ batch to the first.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,9 +14,7 @@ from ppl_eval.run import schedule
 
 forward = schedule.batches_of
 
-for number, argv in enumerate(json.loads(Path(sys.argv[1]).read_text())):
-    # Every run must find the store empty, as a process of its own would.
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+for argv in json.loads(Path(sys.argv[1]).read_text()):
     schedule.batches_of = forward
     if argv[0] == "reversed":
         argv = [*argv[1:], "schedule=static"]

@@ -87,6 +87,7 @@ def start_held(config, folder, num_processes, *overrides):
         for rank in range(num_processes)
     ]
     wait_for([folder / f"held.{rank}" for rank in range(num_processes)], held)
+    held[0].store = store  # Ranks live no longer than it.
     return held
 
 

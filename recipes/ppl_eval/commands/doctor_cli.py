@@ -11,7 +11,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def add_doctor(commands: Any) -> None:
     """Add the sub-commands; what they need is imported when they run."""
     doctor = commands.add_parser(
-        "doctor", help="find out what is wrong with a machine, a network or two numbers"
+        "doctor", help="find out what is wrong with a machine, a network, a run or two numbers"
     )
     kinds = doctor.add_subparsers(required=True, metavar="what")
 
@@ -29,6 +29,9 @@ def add_doctor(commands: Any) -> None:
 
     log = _kind(kinds, "nccl-log", "what a log of NCCL_DEBUG=INFO says", _nccl_log)
     log.add_argument("file", type=Path)
+
+    state = _kind(kinds, "state", "what a running or dead evaluation is doing", _state)
+    state.add_argument("folder", type=Path, help="its output folder")
 
     diff = _kind(kinds, "diff", "why two results differ", _diff)
     diff.add_argument("first", type=Path, help="output folder or result.json")
@@ -76,6 +79,12 @@ def _nccl_log(arguments: argparse.Namespace) -> int:
     from ppl_eval.commands import doctor, nccl_log
 
     return doctor.show(nccl_log.read_log(arguments.file), str(arguments.file), as_json=arguments.json)
+
+
+def _state(arguments: argparse.Namespace) -> int:
+    from ppl_eval.commands import doctor, doctor_state
+
+    return doctor.show(doctor_state.state(arguments.folder), str(arguments.folder), as_json=arguments.json)
 
 
 def _diff(arguments: argparse.Namespace) -> int:

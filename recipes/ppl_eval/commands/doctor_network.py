@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ppl_eval.commands.doctor import Finding
 from ppl_eval.distributed.process import connect
-from ppl_eval.distributed.process_group import process_group
+from ppl_eval.distributed.process_group import be_patient, process_group
 from ppl_eval.distributed.rendezvous import World, meet
 from ppl_eval.metrics.totals import NUM_LIMBS, Totals
 
@@ -28,6 +28,7 @@ def ranks_of_torchrun() -> Iterator[tuple[World, torch.device]]:
     world, _ = meet(process, lambda: None, lambda _: {})
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     with process_group(world, device, None):
+        be_patient(world)
         yield world, device
     world.leave()
 

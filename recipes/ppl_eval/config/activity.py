@@ -3,9 +3,11 @@
 One process, one record: passing an object through every loader and loop would put it into every signature.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -18,12 +20,26 @@ class Activity:
             to each other; that it moves is all that is asked of it.
         waits: above 0 while this process only waits for another.
         window: last finished window; None before the first.
+        num_windows: windows finished.
+        began: when the step began; seconds of ``time.monotonic``.
     """
 
     phase: str = "start"
     ticks: int = 0
     waits: int = 0
     window: int | None = None
+    num_windows: int = 0
+    began: float = 0.0
+
+    def about(self) -> dict[str, Any]:
+        """Return the record for others: JSON values."""
+        return {
+            "phase": self.phase,
+            "seconds": round(time.monotonic() - self.began, 1),
+            "ticks": self.ticks,
+            "window": self.window,
+            "num_windows": self.num_windows,
+        }
 
     def describe(self) -> str:
         """Return phase and window as text for messages."""
@@ -40,13 +56,13 @@ def tick() -> None:
 
 def begin() -> None:
     """Forget what an earlier run in this process did."""
-    now.phase, now.waits, now.window = "start", 0, None
-    tick()
+    now.waits, now.window, now.num_windows = 0, None, 0
+    enter("start")
 
 
 def enter(phase: str) -> None:
     """Begin a step."""
-    now.phase = phase
+    now.phase, now.began = phase, time.monotonic()
     tick()
 
 
@@ -54,6 +70,7 @@ def finished(windows: Sequence[int]) -> None:
     """Note the windows of a scored batch; a batch that only keeps others company has none."""
     if len(windows):
         now.window = int(windows[-1])
+        now.num_windows += len(windows)
     tick()
 
 

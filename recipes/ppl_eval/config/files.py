@@ -19,7 +19,7 @@ def keep_to_owner() -> None:
 
 
 @contextmanager
-def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+def whole_file(path: Path, mode: str = "w", durable: bool = True) -> Iterator[IO[Any]]:
     """Open a file for writing that takes its name when everything in it is on the disk.
 
     Until then it has a name that nobody can guess, in the same folder. Where writing fails, it is removed,
@@ -28,6 +28,7 @@ def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     Args:
         path: the file; replaced if it exists. Its folder must exist.
         mode: ``w`` for text in UTF-8, ``wb`` for bytes.
+        durable: wait for the disk; else a machine that loses power may lose the file.
 
     Yields:
         The open file.
@@ -40,21 +41,23 @@ def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         with open(handle, mode, encoding="utf-8" if mode == "w" else None) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    if durable:
+        _sync(path.parent)
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any], durable: bool = True) -> None:
     """Write a JSON file whole or not at all: strict JSON, floats to the last digit.
 
     Raises:
         ValueError: if a value has no place in JSON, such as NaN.
     """
-    with whole_file(path) as file:
+    with whole_file(path, durable=durable) as file:
         json.dump(content, file, indent=2, allow_nan=False)
         file.write("\n")
 

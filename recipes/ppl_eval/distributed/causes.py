@@ -13,9 +13,13 @@ _CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "t
 _MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory")
 
 
+class NoContact(ValueError):
+    """Ranks could not exchange a first message: their network, or a rank that is gone."""
+
+
 def is_connection(error: BaseException) -> bool:
     """Return whether an error may only follow from the end of another process."""
-    if isinstance(error, dist.DistError):
+    if isinstance(error, dist.DistError | NoContact):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(word in text for word in _CONNECTION_WORDS)

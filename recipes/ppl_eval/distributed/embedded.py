@@ -16,6 +16,9 @@ from ppl_eval.distributed.causes import explain
 from ppl_eval.distributed.outcome import EXIT_FAILED, EXIT_SIGNAL, Failure, Stop
 from ppl_eval.distributed.process import Process
 
+# Nobody restarts it.
+_START = "embedded"
+
 
 class EvaluationError(Exception):
     """An evaluation failed, on this rank or another; the message names rank, phase and window."""
@@ -39,16 +42,16 @@ def join(timeout_seconds: float) -> Process:
                 f"a launcher started {started} processes (WORLD_SIZE), but there is no process group; call"
                 " torch.distributed.init_process_group() before evaluate()"
             )
-        return Process(0, 1, 0, host, host, dist.HashStore(), timeout, embedded=True)
+        return Process(0, 1, 0, host, host, dist.HashStore(), timeout, _START, embedded=True)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # A connection of its own: a wait would keep other threads of the program out of the store.
     shared = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     # Every evaluation has its own keys; ranks evaluate together, so they count alike.
     number = shared.add(f"ppl_eval/evaluations/{rank}", 1)
     store = dist.PrefixStore(f"ppl_eval/embedded/{number}", shared)
-    process = Process(rank, world_size, 0, host, host, store, timeout, embedded=True)
+    process = Process(rank, world_size, 0, host, host, store, timeout, _START, embedded=True)
     local_rank, node = _place(process)
-    return Process(rank, world_size, local_rank, node, host, store, timeout, embedded=True)
+    return Process(rank, world_size, local_rank, node, host, store, timeout, _START, embedded=True)
 
 
 def _place(process: Process) -> tuple[int, str]:

@@ -24,7 +24,7 @@ SUSPICION_SECONDS = 3 * BEAT_SECONDS
 # rank is lost or the host.
 _ASK_NODE_SECONDS = SUSPICION_SECONDS
 NODE_ANSWERS_SECONDS = 2.5 * BEAT_SECONDS
-_LEFT = b"left"
+LEFT = b"left"
 _NOTHING = b"{}"
 
 
@@ -81,7 +81,7 @@ class Heartbeats:
         """Write this rank's beat and read those it watches: two messages, however many ranks there are.
 
         Args:
-            about: what the rank is doing: ``phase``, ``ticks``, ``window`` and ``process``.
+            about: what the rank is doing (``Activity.about``), and its ``process``.
         """
         self._beats += 1
         self._store.set(_key(self.rank), json.dumps({"beats": self._beats, **about}))
@@ -97,12 +97,12 @@ class Heartbeats:
                 seen.since = now if slept else seen.since
         for node in self.nodes:
             first = self._seen.get(node.ranks[0])
-            if first is not None and first.beat != _LEFT and now - first.changed >= _ASK_NODE_SECONDS:
+            if first is not None and first.beat != LEFT and now - first.changed >= _ASK_NODE_SECONDS:
                 self._watch(node.ranks)
 
     def leave(self) -> None:
         """Mark this rank as done, so that its silence means nothing."""
-        self._store.set(_key(self.rank), _LEFT.decode())
+        self._store.set(_key(self.rank), LEFT.decode())
 
     def lost(self, limit_seconds: float) -> Lost | None:
         """Return the ranks whose beats stood still for longer; None if there are none."""
@@ -113,7 +113,7 @@ class Heartbeats:
                 continue
             others = [self._seen[rank] for rank in node.ranks if rank in self._seen and rank not in silent]
             host_is_silent = self.rank not in node.ranks and not any(
-                seen.beat == _LEFT or self._looked - seen.changed < NODE_ANSWERS_SECONDS for seen in others
+                seen.beat == LEFT or self._looked - seen.changed < NODE_ANSWERS_SECONDS for seen in others
             )
             if any(self._looked - seen.since < NODE_ANSWERS_SECONDS for seen in others):
                 continue  # Asked too lately to tell the host from the rank.
@@ -131,7 +131,7 @@ class Heartbeats:
         if fresh:
             self._watch(mates, keep=False)
         beats = self._read(mates) if fresh else {rank: self._seen[rank].beat for rank in mates}
-        return {rank: json.loads(beat) for rank, beat in beats.items() if beat != _LEFT}
+        return {rank: json.loads(beat) for rank, beat in beats.items() if beat != LEFT}
 
     def process_of(self, rank: int) -> str | None:
         """Return the process (``neighbours.identity``) of a rank of this node, as far as it is known."""
@@ -150,20 +150,28 @@ class Heartbeats:
 
     def _is_silent(self, rank: int, limit_seconds: float) -> bool:
         seen = self._seen.get(rank)
-        return seen is not None and seen.beat != _LEFT and self._looked - seen.changed > limit_seconds
+        return seen is not None and seen.beat != LEFT and self._looked - seen.changed > limit_seconds
 
     def _watch(self, ranks: Sequence[int], keep: bool = True) -> None:
         now = self._clock()
-        for rank in ranks:
-            if rank == self.rank or rank in self._seen:
-                continue
-            # Reading a key that is not there yet would wait for it.
-            self._store.compare_set(_key(rank), "", _NOTHING.decode())
-            if keep:
-                self._seen[rank] = _Seen(_NOTHING, now, now)
+        new = [rank for rank in ranks if rank != self.rank and rank not in self._seen]
+        make_readable(self._store, new)
+        if keep:
+            self._seen |= {rank: _Seen(_NOTHING, now, now) for rank in new}
 
-    def _read(self, ranks: list[int]) -> dict[int, bytes]:
-        return dict(zip(ranks, self._store.multi_get([_key(r) for r in ranks]), strict=True)) if ranks else {}
+    def _read(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        return read_beats(self._store, ranks)
+
+
+def make_readable(store: dist.Store, ranks: Sequence[int]) -> None:
+    """Let the beats of ranks be read that have not written any: reading a missing key would wait for it."""
+    for rank in ranks:
+        store.compare_set(_key(rank), "", _NOTHING.decode())
+
+
+def read_beats(store: dist.Store, ranks: Sequence[int]) -> dict[int, bytes]:
+    """Return the last beat of each rank, as it was written: JSON, or ``LEFT``."""
+    return dict(zip(ranks, store.multi_get([_key(rank) for rank in ranks]), strict=True)) if ranks else {}
 
 
 def _key(rank: int) -> str:

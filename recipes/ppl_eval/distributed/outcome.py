@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +43,23 @@ def print_error(message: str) -> None:
     print(f"\nerror: {message}", file=sys.stderr, flush=True)
 
 
+_listeners: list[Callable[[Failure], None]] = []
+
+
+def tell_of_failures(listener: Callable[[Failure], None]) -> Callable[[], None]:
+    """Call a function with why this process fails, before it ends; it must be quick.
+
+    Returns:
+        A function that ends this.
+    """
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
 def record_cause(failure: Failure) -> None:
-    """Leave the cause to torchrun, which shows it at the end of its output; without torchrun, do nothing."""
+    """Leave the cause to torchrun, which shows it at the end of its output, and to whoever wants to know."""
+    for listener in _listeners:
+        listener(failure)
     path = os.environ.get(ERROR_FILE)
     if not path or os.path.exists(path):
         return

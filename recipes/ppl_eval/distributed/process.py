@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import secrets
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from ppl_eval.config import activity
 from ppl_eval.distributed.outcome import Failure, Stop, print_error, record_cause
+from ppl_eval.distributed.start import is_first_to_ask, name_start
 from ppl_eval.distributed.store import open_store
 
 # Key of the store under which the first failure stands.
@@ -36,6 +38,7 @@ class Process:
         host: its name.
         store: key-value store that all of them share.
         timeout: how long a process waits for another.
+        start: name of this start of the run; a restarted run has another.
         embedded: whether the run is part of somebody else's program: then errors are raised, printed by
             nobody, and whoever waits for a rank that failed raises too, since no watch would end it.
     """
@@ -47,6 +50,7 @@ class Process:
     host: str
     store: dist.Store
     timeout: timedelta
+    start: str
     embedded: bool = field(default=False, kw_only=True)
 
     @property
@@ -190,8 +194,9 @@ def connect(timeout_seconds: float) -> Process:
     timeout = timedelta(seconds=timeout_seconds)
     env, host = os.environ, socket.gethostname()
     store: dist.Store = dist.HashStore()
+    start = secrets.token_hex(8)
     if "RANK" in env and "WORLD_SIZE" in env:
-        store = _connect_store(timeout, host)
+        store, start = _connect_store(timeout, host)
     return Process(
         rank=int(env.get("RANK", "0")),
         world_size=int(env.get("WORLD_SIZE", "1")),
@@ -200,22 +205,36 @@ def connect(timeout_seconds: float) -> Process:
         host=host,
         store=store,
         timeout=timeout,
+        start=start,
     )
 
 
-def _connect_store(timeout: timedelta, host: str) -> dist.Store:
+def _connect_store(timeout: timedelta, host: str) -> tuple[dist.Store, str]:
     env = os.environ
     address, port = env.get("MASTER_ADDR", "127.0.0.1"), env.get("MASTER_PORT", "29500")
     # torchrun's agent keeps the store; without one, rank 0 does.
     is_master = env["RANK"] == "0" and env.get(AGENT_STORE) != "True"
+    rank, where = int(env["RANK"]), f"rank {env['RANK']} on {host}"
     try:
-        store = open_store(address, int(port), is_master=is_master, timeout=timeout)
+        opened = open_store(address, int(port), is_master=is_master, timeout=timeout)
     except ValueError as error:
-        failure = Failure(
-            f"rank {env['RANK']} on {host} has no rendezvous store (MASTER_ADDR:MASTER_PORT): {error}"
+        message = f"{where} has no rendezvous store (MASTER_ADDR:MASTER_PORT): {error}"
+        raise _no_store(message, say=True) from error
+    store = dist.PrefixStore("ppl_eval", opened)
+    with activity.waiting():
+        start = name_start(store, rank, int(env["WORLD_SIZE"]))
+    if start is None:
+        message = (
+            f"rank 0 did not come within timeout_seconds; {where} waited for it at the store {address}:{port}"
+            " (MASTER_ADDR:MASTER_PORT)"
         )
-        print_error(failure.message)
-        record_cause(failure)
-        raise Stop(failure.code) from error
-    # A restarted run must not read what the failed one wrote.
-    return dist.PrefixStore(f"ppl_eval/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        raise _no_store(message, say=is_first_to_ask(store, rank))
+    return dist.PrefixStore(start, store), start
+
+
+def _no_store(message: str, *, say: bool) -> Stop:
+    failure = Failure(message)
+    if say:
+        print_error(message)
+    record_cause(failure)
+    return Stop(failure.code)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppl_eval.config import activity
 from ppl_eval.distributed.agreement import rank_ranges
-from ppl_eval.distributed.causes import first_line
+from ppl_eval.distributed.causes import NoContact, first_line
 from ppl_eval.distributed.collectives import AddOverRanks, add_over_ranks
 from ppl_eval.distributed.rendezvous import World
 
@@ -42,25 +42,26 @@ def naming_network(world: World, backend: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         chosen, there = os.environ.get(variable), ", ".join(name for _, name in socket.if_nameindex())
-        raise ValueError(
+        raise NoContact(
             f"{world.where} could not exchange data with the other ranks over {backend}: {first_line(error)}."
             f" {variable} is {chosen or 'not set'}; the interfaces of {world.host} are {there}. Set it, on"
             f" every host, to the one through which the hosts reach each other"
         ) from error
 
 
-def check_groups(add: AddOverRanks, mesh: DeviceMesh | None, rank: int) -> None:
+def check_groups(add: AddOverRanks, mesh: DeviceMesh | None, world: World) -> None:
     """Add numbers up over the groups of a run, so that what is wrong with them shows before any work.
 
     Args:
         add: sums a vector over all ranks.
         mesh: the mesh of the run, or None.
-        rank: this process.
+        world: the processes.
 
     Raises:
         RuntimeError: if ranks cannot reach each other, or a sum is wrong.
     """
-    _check_sum(list(range(dist.get_world_size())), rank, add)
+    _set_timeout(min(world.timeout, _CONTACT))
+    _check_sum(list(range(world.world_size)), world.rank, add)
     if mesh is None:
         return
     for group in mesh.get_all_groups():
@@ -70,7 +71,7 @@ def check_groups(add: AddOverRanks, mesh: DeviceMesh | None, rank: int) -> None:
             dist.all_reduce(numbers, group=group)
             return numbers.cpu().numpy()
 
-        _check_sum(dist.get_process_group_ranks(group), rank, add_on_axis)
+        _check_sum(dist.get_process_group_ranks(group), world.rank, add_on_axis)
 
 
 def _check_sum(ranks: list[int], rank: int, add: AddOverRanks) -> None:
@@ -104,18 +105,15 @@ def process_group(world: World, device: torch.device, backend: str | None) -> It
             )
         yield
         return
-    # The watch names who is missing; the library, which names nobody, must not be faster.
-    patience = 2 * world.timeout + timedelta(seconds=60)
     with naming_network(world, chosen):
         dist.init_process_group(
             chosen,
             store=dist.PrefixStore("process_group", world.store),
             rank=world.rank,
             world_size=world.world_size,
-            timeout=min(world.timeout, _CONTACT) if world.world_size > 1 else patience,
+            timeout=min(world.timeout, _CONTACT),
         )
         _check_sum(list(range(world.world_size)), world.rank, add_over_ranks([], world.rank, device, "flat"))
-    dist.distributed_c10d._set_pg_timeout(patience, dist.distributed_c10d._get_default_group())
     try:
         yield
     finally:
@@ -130,6 +128,17 @@ def _check_backend(device: torch.device) -> None:
             f"device is {device.type!r}, but the process group that is in use carries no tensors of it"
             f" ({backends}): evaluate where the model is, or initialise the group with 'cpu:gloo,cuda:nccl'"
         )
+
+
+def be_patient(world: World) -> None:
+    """Give all groups there are a timeout that the watch, which names who is missing, is faster than."""
+    if not world.embedded:  # There, groups are not ours.
+        _set_timeout(2 * world.timeout + timedelta(seconds=60))
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def all_gather_rows(row: npt.NDArray[Number], world_size: int, device: torch.device) -> npt.NDArray[Number]:

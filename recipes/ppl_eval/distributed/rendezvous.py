@@ -25,6 +25,7 @@ T = TypeVar("T")
 _FIRST_PHASE = "settings"
 _NODES = "nodes"
 _FAILED_PATIENCE_SECONDS = 5.0
+_VERDICT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,16 @@ class World(Process):
 
     Attributes:
         nodes: the nodes of the run, by their first rank.
+        common: the store of all steps, where the heartbeats are.
     """
 
     nodes: tuple[Node, ...]
+    common: dist.Store
+
+    @property
+    def mates(self) -> list[int]:
+        """The ranks of this node."""
+        return next(node.ranks for node in self.nodes if self.rank in node.ranks)
 
     def agree(
         self, phase: str, work: Callable[[], T], facts: Callable[[T], Mapping[str, Any]] = lambda _: {}
@@ -192,7 +200,7 @@ def meet(process: Process, work: Callable[[], T], facts: Callable[[T], Mapping[s
 
     Raises:
         Stop: if a rank failed, is missing within the timeout, or differs.
-        ValueError: if rank 0 is missing, or a rank was started with another world size.
+        ValueError: if rank 0 gives no sign any more, or a rank was started with another world size.
     """
     _check_world_size(process)
     patience = process.timeout.total_seconds()
@@ -205,17 +213,12 @@ def meet(process: Process, work: Callable[[], T], facts: Callable[[T], Mapping[s
             wait_for(process, key, "all ranks to come", max(0.0, deadline - time.monotonic()))
         reports = [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
         _give_verdict(process, _FIRST_PHASE, reports)
-    while not wait_for(process, f"{_FIRST_PHASE}/verdict", "the verdict of rank 0", patience):
-        # Rank 0 waits as long for the slowest, and starts to wait when it comes.
-        if not store.check(keys[:1]):
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise ValueError(
-                f"rank 0 did not come within timeout_seconds; {process.where} waited for it at the store"
-                f" {address} (MASTER_ADDR:MASTER_PORT)"
-            )
+    # Rank 0 was there, and waits for the slowest from when it came.
+    if not wait_for(process, f"{_FIRST_PHASE}/verdict", "the verdict of rank 0", patience + _VERDICT_SECONDS):
+        raise ValueError(f"rank 0 came and then gave no sign within timeout_seconds; {process.where} waited")
     _obey_verdict(process, _FIRST_PHASE)
     nodes = tuple(Node(*node) for node in json.loads(store.get(_NODES)))
-    return World(**vars(process), nodes=nodes), value
+    return World(**vars(process), nodes=nodes, common=store), value
 
 
 def _check_world_size(process: Process) -> None:

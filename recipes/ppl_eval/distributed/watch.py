@@ -202,8 +202,7 @@ class Watch:
         return Failure(f"{lost.message}; {self._limit}"), lost.ranks
 
     def _about(self) -> dict[str, Any]:
-        now = activity.now
-        return {"phase": now.phase, "ticks": now.ticks, "window": now.window, "process": self._identity}
+        return {**activity.now.about(), "process": self._identity}
 
     def _find_gone(self, fresh: bool = False) -> Failure | None:
         """Return which process of this node ended without a word; seen twice, since beats may be old."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.rendezvous import World
-from ppl_eval.results import baseline, ledger, previous, resume
+from ppl_eval.results import baseline, ledger, previous, resume, status
 from ppl_eval.results.ledger import Ledger
 from ppl_eval.results.result import build_metric_logger
 from ppl_eval.run.facts import plan_facts
@@ -26,12 +26,14 @@ def prepare(settings: Settings, world: World, resources: ExitStack) -> tuple[Map
         ValueError: if the baseline cannot be read, or the folder cannot be written or is in use.
     """
     if world.rank:
+        status.begin(settings, world, resources)
         return None, None
     other, metric_logger = baseline.prepare(settings), None
-    if settings.metric_logger is not None:
+    if settings.metric_logger is not None and settings.part is None:
         metric_logger = build_metric_logger(settings.metric_logger)
         resources.callback(metric_logger.close)
     resources.callback(ledger.lock_output_dir(Path(settings.output_dir)).release)
+    status.begin(settings, world, resources)
     return other, metric_logger
 
 

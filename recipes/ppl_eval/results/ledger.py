@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -183,6 +183,37 @@ def read_ledger(folder: Path, num_buckets: int = 0) -> Records:
     """
     parts = [_read_file(path, num_buckets) for path in sorted(folder.glob("rank-*.bin"))]
     return in_order(np.concatenate([no_records(num_buckets), *parts]))
+
+
+class RankFile(NamedTuple):
+    """The records of one rank, for whoever looks at a ledger from outside.
+
+    Attributes:
+        path: the file.
+        records: the whole ones, as they were written.
+        num_damaged: records whose check number does not fit.
+        torn_bytes: what stands behind the last record and is less than one.
+    """
+
+    path: Path
+    records: Records
+    num_damaged: int
+    torn_bytes: int
+
+
+def rank_files(folder: Path, num_buckets: int = 0) -> list[RankFile]:
+    """Read the files of a plan's folder one by one, with what is wrong in them.
+
+    Args:
+        folder: ``<output_dir>/ledger/<key>`` of one host.
+        num_buckets: position buckets of its run.
+    """
+    size, files = record_dtype(num_buckets).itemsize, []
+    for path in sorted(folder.glob("rank-*.bin")):
+        num_bytes = path.stat().st_size
+        records = _read_file(path, num_buckets)
+        files.append(RankFile(path, records, num_bytes // size - len(records), num_bytes % size))
+    return files
 
 
 def _read_file(path: Path, num_buckets: int, begin: int = 0) -> Records:

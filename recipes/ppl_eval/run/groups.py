@@ -36,5 +36,6 @@ def join_groups(
             ranks_of_nodes, world.rank, device, settings.aggregation.topology
         )
         mesh = dims.build_mesh(device.type)
-        process_group.check_groups(add_over_ranks, mesh, world.rank)
+        process_group.check_groups(add_over_ranks, mesh, world)
+    process_group.be_patient(world)
     return add_over_ranks, mesh

@@ -10,7 +10,7 @@ from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.config.environment import choose_seed, kernel_notes
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.process import launch_notes
-from ppl_eval.distributed.process_group import divided_searches
+from ppl_eval.distributed.process_group import be_patient, divided_searches
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.models.decoder import Decoder
 from ppl_eval.run.calibration_text import calibration_batches
@@ -78,5 +78,7 @@ def fill_model(
     batches, notes = calibration_batches(settings, source.inputs, world)
     share = divided_searches(world, placement.device)
     model = load.load_model(decoder, source.checkpoint, settings, placement, batches=batches, share=share)
+    # FSDP may have made groups of its own.
+    be_patient(world)
     model.notes[:0] = notes
     return model
