@@ -35,7 +35,11 @@ def benchmark():
 def state_of(rank, dims, num_batches, schedule="dynamic", done=(), store=None):
     """As much of a run as a schedule looks at."""
     done_of = np.isin(np.arange(num_batches), done)
-    world = World(rank, dims.world_size, rank, "0", "here", store, timedelta(seconds=60), ())
+    world = World(
+        *(rank, dims.world_size, rank, "0", "here", store, timedelta(seconds=60), "start"),
+        nodes=(),
+        common=store,
+    )
     share = SimpleNamespace(batches=range(num_batches))
     settings = SimpleNamespace(schedule=schedule)
     return SimpleNamespace(

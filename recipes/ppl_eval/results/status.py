@@ -23,7 +23,7 @@ from ppl_eval.config.files import read_json_object, write_json
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed import neighbours
 from ppl_eval.distributed.heartbeat import LEFT, make_readable, read_beats
-from ppl_eval.distributed.outcome import Failure, tell_of_failures
+from ppl_eval.distributed.outcome import EXIT_BAD_INPUT, Failure, tell_of_failures
 from ppl_eval.distributed.rendezvous import World
 
 FOLDER = "status"
@@ -85,6 +85,8 @@ class Status:
                     path.unlink()
 
     def _fail(self, failure: Failure) -> None:
+        if failure.code == EXIT_BAD_INPUT:
+            return  # A refused run leaves nothing: the person is there, and reads why.
         self._failure = self._failure or failure
         last = threading.Thread(target=self._write, daemon=True)
         last.start()
