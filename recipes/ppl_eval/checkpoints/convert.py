@@ -17,7 +17,7 @@ from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.safetensors import StoredTensor, read_safetensors
 from ppl_eval.checkpoints.torch_files import index_torch_file
 from ppl_eval.models.converters import HFConverter, head_layout
-from ppl_eval.models.families import FAMILIES, family_of_model_type
+from ppl_eval.models.families import FAMILIES, OWN_NAMES, family_of_model_type
 from ppl_eval.models.hf_config import HFConfig
 
 # torchtune's checkpointer class -> form of the files
@@ -125,6 +125,13 @@ def _converted(
 
 
 def _converter_of(form: str, model_type: str, hf_config: HFConfig | None) -> Converter:
+    if model_type == OWN_NAMES:
+        if form != "hf":
+            raise ValueError(
+                f"checkpointer.model_type is {OWN_NAMES}, which reads checkpoints in Hugging Face's form; use"
+                " checkpointer._component_=torchtune.training.FullModelHFCheckpointer"
+            )
+        return dict
     family = family_of_model_type(model_type)
     if form == "torchtune":
         return dict

@@ -26,7 +26,7 @@ from ppl_eval.checkpoints.safetensors import sampled_sha256
 from ppl_eval.checkpoints.torch_files import read_torch_file
 from ppl_eval.config.files import read_json_object
 from ppl_eval.models import live
-from ppl_eval.models.families import check_architecture
+from ppl_eval.models.families import OWN_NAMES, check_architecture
 from ppl_eval.models.hf_config import HFConfig
 
 # torchtune's keys (the last five steer writing and resuming, which an evaluation does not do), then ours.
@@ -128,7 +128,7 @@ def _open_weights(
     """Return weights under torchtune's names, what describes the model, and how the weights are packed."""
     model_type = str(cfg.get("model_type", ""))
     hf_config = _read_hf_config(folder)
-    if hf_config and "model_type" in hf_config:
+    if hf_config and "model_type" in hf_config and model_type != OWN_NAMES:
         # Before a converter meets keys that it does not know, and says so in its own words.
         check_architecture(hf_config)
     packing, first = packing_of(hf_config, folder), paths[0]

@@ -23,16 +23,21 @@ class Kind(NamedTuple):
         what: for messages.
         packages: the component is named in one of these, and defined in one of them.
         members: methods of what it makes; empty where only its name is read and nothing is called.
+        or_members: what else it may have instead.
     """
 
     what: str
     packages: tuple[str, ...]
     members: tuple[str, ...]
+    or_members: tuple[str, ...] = ()
 
 
 KINDS = {
     "model": Kind(
-        "a model builder", ("torchtune.models", "ppl_eval.models"), ("forward", "named_parameters")
+        "a model builder",
+        ("torchtune.models", "ppl_eval.models"),
+        ("forward", "named_parameters"),
+        ("hidden", "head"),
     ),
     "tokenizer": Kind(
         "a tokenizer", ("torchtune.models", "torchtune.modules.transforms.tokenizers"), ("encode", "decode")
@@ -173,7 +178,7 @@ def check_object(named: Named, component: Any) -> None:
             f" {', '.join(kind.packages)}"
         )
     made = _made_by(inner)
-    if kind.members and not (made and all(_has_members(one, kind.members) for one in made)):
+    if kind.members and not (made and all(_is_of_kind(one, kind) for one in made)):
         what = ", ".join(one.__name__ for one in made) or "something without a declared type"
         raise ValueError(
             f"{named.key} is {named.path!r}, which makes {what}; it must be {kind.what} (which has"
@@ -212,6 +217,10 @@ def _made_by(component: Any) -> list[type]:
         else:
             return []
     return classes
+
+
+def _is_of_kind(made: type, kind: Kind) -> bool:
+    return _has_members(made, kind.members) or bool(kind.or_members and _has_members(made, kind.or_members))
 
 
 def _has_members(kind: type, members: tuple[str, ...]) -> bool:

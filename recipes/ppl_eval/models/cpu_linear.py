@@ -11,7 +11,6 @@ import platform
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
 
 # oneDNN has another kernel for one row.
@@ -63,12 +62,13 @@ class TiedProduct(nn.Module):
         return linear(x, weight)
 
 
-def install(decoder: TransformerDecoder) -> None:
-    """Make a decoder's linear layers multiply by ``linear``, its head too."""
+def install(decoder: nn.Module) -> None:
+    """Make a decoder's linear layers multiply by ``linear``, torchtune's tied head too."""
     if not is_available():
         return
     for module in decoder.modules():
         if type(module) is nn.Linear:
             module.__class__ = OneDNNLinear
-    if isinstance(decoder.output, TiedLinear):
-        decoder.output.linear = TiedProduct()
+    head = getattr(decoder, "output", None)
+    if isinstance(head, TiedLinear):
+        head.linear = TiedProduct()

@@ -182,6 +182,13 @@ class Decoder(ABC):
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the tensors that no checkpoint holds, on the device."""
 
+    def check_head(self, device: torch.device) -> None:  # noqa: B027
+        """Check, once in a forward and with the head whole, what could not be checked before.
+
+        Raises:
+            ValueError: if the head does not give the model's own logits.
+        """
+
     @abstractmethod
     def prepare(self, device: torch.device) -> None:
         """Choose kernels that suit the device; not called for a model that will be compiled."""

@@ -27,6 +27,8 @@ from ppl_eval.models import converters, hf_config
 from ppl_eval.models import corrections as fix
 from ppl_eval.models.hf_config import HFConfig
 
+# The checkpointer's model_type for ``ppl_eval.models.hf``: names stay as they are in the files.
+OWN_NAMES = "TRANSFORMERS"
 Facts = dict[str, Any]
 # (model, builder's dotted path, what config.json says or None without one) -> notes
 Correction = Callable[[TransformerDecoder, str, Facts | None], list[str]]

@@ -78,7 +78,8 @@ class RunState:
         """Batches that this process scores at once."""
         return concurrency.num_concurrent_batches(
             self.device,
-            not (self.dims.forwards_are_shared or self.settings.compile),
+            self.model.scorer.model.is_reentrant
+            and not (self.dims.forwards_are_shared or self.settings.compile),
             self.inputs.plan.batch_size * self.inputs.protocol.max_seq_len,
         )
 

@@ -168,6 +168,8 @@ class ScoringModel(nn.Module):
         dtype = self.model.embed_unit().weight.dtype
         self.rows_per_chunk = rows_per_chunk(vocab_columns, dtype, max_logits_bytes, softmax)
         self.model.stop_before_head()
+        # Not before the first forward: FSDP gathers nothing outside of one.
+        self._head_is_checked = False
 
     def forward(
         self,
@@ -212,6 +214,9 @@ class ScoringModel(nn.Module):
         kinds = _OUTPUTS if self.softmax.details else _OUTPUTS[:2]
         outputs = tuple(torch.empty(len(targets_N), dtype=kind, device=hidden_ND.device) for kind in kinds)
         with sharding.whole_head(self.model):
+            if not self._head_is_checked:
+                self.model.check_head(hidden_ND.device)
+                self._head_is_checked = True
             for first in range(0, len(targets_N), self.rows_per_chunk):
                 activity.tick()
                 chunk = slice(first, first + self.rows_per_chunk)

@@ -1,0 +1,236 @@
+"""transformers' causal language models as decoders: hidden states by the model's own code, the head over
+scored rows only.
+
+What a model does after its last norm (a cap, a factor) is in a table by ``model_type``; whatever the table
+says is held against the model's own forward once the weights are there.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ppl_eval.models import cpu_activation, cpu_linear
+from ppl_eval.models.decoder import Asked, Decoder
+from ppl_eval.models.families import OWN_NAMES
+
+# model_type -> key of the factor on logits, and whether they are divided by it
+_FACTORS = {
+    "granite": ("logits_scaling", True),
+    "granitemoe": ("logits_scaling", True),
+    "granitemoehybrid": ("logits_scaling", True),
+    "granitemoeshared": ("logits_scaling", True),
+    "hyperclovax": ("logits_scaling", False),
+    "cohere": ("logit_scale", False),
+    "cohere2": ("logit_scale", False),
+    "falcon_h1": ("lm_head_multiplier", False),
+}
+_CAP = "final_logit_softcapping"
+_CAPPED = ("gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4_text", "vaultgemma", "nanochat")
+# Relative to the largest logit: what the order of roundings may do.
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+_TOLERANCE_HALF = 2e-2
+_PROBE_ROWS = 4
+
+
+class _TiedHead(nn.Module):
+    """A head whose matrix is the embedding's: no parameter of its own, which loading would part from it.
+
+    Args:
+        embedding: the embedding; not a part of this module.
+    """
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Multiply."""
+        return cpu_linear.linear(hidden, self._embedding[0].weight)
+
+
+class _Hidden:
+    """What stands in for a base model's output: hidden states, and None for all else that a head may ask."""
+
+    def __init__(self, hidden_BTD: Tensor) -> None:
+        self.last_hidden_state = hidden_BTD
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class HFDecoder(Decoder):
+    """A causal language model of transformers.
+
+    Args:
+        module: the ``...ForCausalLM``, on the meta device or not.
+        config: its config, as JSON values.
+
+    Raises:
+        ValueError: if its parts cannot be told.
+    """
+
+    engine = "transformers"
+    # Some rotary embeddings change their tables in the forward.
+    is_reentrant = False
+
+    def __init__(self, module: Any, config: Mapping[str, Any]) -> None:
+        super().__init__(module)
+        self.config = config
+        # What transformers adds to a module has no types here.
+        self._model: Any = module
+        kind = type(module).__name__
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        self._base: Any = getattr(module, self._model.base_model_prefix, None)
+        plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
+        if not plain or self._base is None:
+            raise ValueError(f"{kind} has no embedding, no linear head, or no base model that could be told")
+        names = {id(part): name for name, part in module.named_modules()}
+        self._embedding_name, self._head_name = names[id(embedding)], names[id(head)]
+        self._is_tied = head.weight is embedding.weight
+        if self._is_tied:
+            if head.bias is not None:
+                raise ValueError(f"{kind} has a tied head with a bias, which is not supported")
+            module.set_submodule(self._head_name, _TiedHead(embedding))
+        depth = self._model.config.get_text_config().num_hidden_layers
+        lists = [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, nn.ModuleList) and len(part) == depth
+        ]
+        if len(lists) != 1:
+            found = ", ".join(lists) or "none"
+            raise ValueError(f"{kind}: its list of {depth} layers cannot be told; such lists are {found}")
+        self._layers_name = lists[0]
+
+    @property
+    def max_seq_len(self) -> int:
+        """What config.json says; models without a limit, such as recurrent ones, say nothing."""
+        text = self._model.config.get_text_config()
+        return int(getattr(text, "max_position_embeddings", None) or 2**31 - 1)
+
+    @property
+    def embedding_name(self) -> str:
+        """As transformers names it."""
+        return self._embedding_name
+
+    @property
+    def head_name(self) -> str:
+        """As transformers names it."""
+        return self._head_name
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether head and embedding were one parameter."""
+        return self._is_tied
+
+    @property
+    def layers_name(self) -> str:
+        """The only list with as many entries as there are layers."""
+        return self._layers_name
+
+    def check(self, hf_config: Mapping[str, Any] | None, asked: Asked) -> tuple[str, list[str]]:
+        """The model was built from its config.json; see that it is the one beside the weights."""
+        if asked.model_type != OWN_NAMES:
+            raise ValueError(
+                f"checkpointer.model_type is {asked.model_type}, and ppl_eval.models.hf takes weights under"
+                f" the names of the files; use checkpointer.model_type={OWN_NAMES}"
+            )
+        own = self.config.get("model_type")
+        beside = None if hf_config is None else hf_config.get("model_type")
+        if beside != own:
+            raise ValueError(
+                f"model.path has the config.json of a {own}, and the checkpoint's folder that of a {beside};"
+                " use model.path=${checkpointer.checkpoint_dir}"
+            )
+        return "checked", []
+
+    def facts(self) -> dict[str, Any]:
+        """Return the engine, its config and what attends."""
+        return {"engine": self.engine, "config": dict(self.config), "attention": self._attention}
+
+    def kernels(self) -> dict[str, list[str]]:
+        """Return transformers' attention implementation."""
+        return {"attention": [f"transformers: {self._attention}"]}
+
+    @property
+    def _attention(self) -> str:
+        return str(self._model.config._attn_implementation)
+
+    def supports(self, axis: str) -> str | None:
+        """Refuse splits inside the model: data parallelism and FSDP are what there is."""
+        key = {"cp": "context_parallel_dim", "tp": "tensor_parallel_dim"}.get(axis, axis)
+        return (
+            f"{key} is not available for ppl_eval.models.hf; leave it out, and use data_parallel_shard_dim"
+            " for a model that does not fit one device"
+        )
+
+    def stop_before_head(self) -> None:
+        """Nothing: the base model ends there."""
+
+    def hidden(self, tokens_BT: Tensor, positions_1T: Tensor | None, num_positions: int) -> Tensor:
+        """Run the base model."""
+        assert positions_1T is None, "context parallelism was refused"
+        hidden_BTD: Tensor = self._base(input_ids=tokens_BT, use_cache=False)[0]
+        return hidden_BTD
+
+    def head(self, hidden_ND: Tensor) -> Tensor:
+        """Multiply by the head's matrix, and apply the factor or cap of this kind of model."""
+        logits_NV: Tensor = self.module.get_submodule(self._head_name)(hidden_ND)
+        text = self._model.config.get_text_config()
+        if text.model_type in _FACTORS:
+            key, divides = _FACTORS[text.model_type]
+            factor = getattr(text, key)
+            logits_NV = logits_NV / factor if divides else logits_NV * factor
+        cap = getattr(text, _CAP, None) if text.model_type in _CAPPED else None
+        if cap is not None:
+            # In the model's dtype, as transformers does.
+            logits_NV = torch.tanh(logits_NV / cap) * cap
+        return logits_NV.float()
+
+    @torch.no_grad()
+    def check_head(self, device: torch.device) -> None:
+        """Hold ``head`` against what the model's own forward makes of the same hidden states.
+
+        Raises:
+            ValueError: if they differ by more than rounding.
+        """
+        dtype, width = self.embed_unit().weight.dtype, self.embed_unit().embedding_dim
+        random = torch.Generator().manual_seed(0)
+        hidden_ND = torch.randn(_PROBE_ROWS, width, generator=random).to(device, dtype)
+        found = _Hidden(hidden_ND[None])
+        tokens_BT = torch.zeros(1, _PROBE_ROWS, dtype=torch.int64, device=device)
+        self._base.forward = lambda *_, **__: found
+        try:
+            expected_NV = self._model(input_ids=tokens_BT, use_cache=False).logits[0].float()
+        finally:
+            del self._base.forward
+        difference = (self.head(hidden_ND) - expected_NV).abs().max() / expected_NV.abs().max()
+        if not difference <= _TOLERANCE.get(dtype, _TOLERANCE_HALF):
+            raise ValueError(
+                f"{type(self.module).__name__} does something to its logits that is not known here: they"
+                f" differ by {float(difference):.1e} of the largest from what its own forward gives"
+            )
+
+    @torch.no_grad()
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Compute rotary tables and other tensors that no checkpoint holds, by the model's own rules."""
+        for parameter in self.module.parameters():
+            setattr(parameter, "_is_hf_initialized", True)  # noqa: B010
+        for module in self.module.modules():
+            names = module._non_persistent_buffers_set & set(module._buffers)
+            held = {name: buffer for name in names if (buffer := module._buffers[name]) is not None}
+            for name, buffer in held.items():
+                setattr(module, name, torch.empty_like(buffer, device=device))
+            if held:
+                self._model._init_weights(module)
+
+    def prepare(self, device: torch.device) -> None:
+        """Take this project's products and activations on a CPU."""
+        if device.type == "cpu":
+            cpu_activation.install(self.module)
+            cpu_linear.install(self.module)

@@ -1,0 +1,148 @@
+"""transformers' models through the second engine, against transformers' own full forward."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from helpers.models import write_random
+from ppl_eval.checkpoints.lazy_state_dict import load_into
+from ppl_eval.checkpoints.load import load_state_dict
+from ppl_eval.models.decoder import Asked
+from ppl_eval.models.hf import causal_lm
+from ppl_eval.models.hf_decoder import HFDecoder
+from ppl_eval.scoring.nll import ScoringModel
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS = {"head_dim": 16}
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 160}
+# Config class, what differs from SIZES, attention.
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("LlamaConfig", {}, "sdpa"),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}, "sdpa"),
+    "mistral": ("MistralConfig", {"sliding_window": 16}, "sdpa"),
+    "qwen2": ("Qwen2Config", {}, "sdpa"),
+    "qwen3": ("Qwen3Config", HEADS, "sdpa"),
+    "phi3": ("Phi3Config", {}, "sdpa"),
+    "olmo2": ("Olmo2Config", {}, "sdpa"),
+    "granite": ("GraniteConfig", {"logits_scaling": 8.0, "embedding_multiplier": 12.0}, "sdpa"),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}, "sdpa"),
+    "gemma": ("GemmaConfig", HEADS, "sdpa"),
+    "gemma2": ("Gemma2Config", {**HEADS, "final_logit_softcapping": 3.0, "sliding_window": 16}, "eager"),
+    "gemma3": ("Gemma3TextConfig", {**HEADS, "sliding_window": 16, "final_logit_softcapping": 2.0}, "eager"),
+    "starcoder2": ("Starcoder2Config", {}, "sdpa"),
+    "stablelm": ("StableLmConfig", {}, "sdpa"),
+    "glm4": ("Glm4Config", HEADS, "sdpa"),
+    "smollm3": ("SmolLM3Config", {}, "sdpa"),
+    "gpt2": ("GPT2Config", GPT, "sdpa"),
+}
+TOKENS_BT = torch.randint(3, 160, (2, 41), generator=torch.Generator().manual_seed(1))
+
+
+def section(folder):
+    return {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(folder),
+        "model_type": "TRANSFORMERS",
+    }
+
+
+def written(name, folder):
+    kind, settings, attention = CASES[name]
+    sizes = {} if settings is GPT else SIZES
+    config = getattr(transformers, kind)(**{**sizes, **settings})
+    return write_random(config, folder, seed=3), attention
+
+
+def loaded(folder, attention="sdpa", dtype=torch.float32) -> HFDecoder:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            decoder = causal_lm(str(folder), attention)
+    finally:
+        torch.set_default_dtype(before)
+    checkpoint = load_state_dict(section(folder))
+    assert decoder.check(checkpoint.hf_config, Asked("", model_type="TRANSFORMERS")) == ("checked", [])
+    load_into(decoder, checkpoint.state_dict, dtype=dtype)
+    decoder.module.eval().requires_grad_(False)
+    decoder.prepare(torch.device("cpu"))
+    decoder.check_head(torch.device("cpu"))
+    return decoder
+
+
+@torch.no_grad()
+def full_forward(model, dtype=torch.float32):
+    logits_BTV = model.to(dtype)(TOKENS_BT[:, :-1]).logits.double()
+    return -torch.log_softmax(logits_BTV, -1).gather(-1, TOKENS_BT[:, 1:, None]).flatten()
+
+
+@torch.no_grad()
+def scored(decoder):
+    model = ScoringModel(decoder, max_logits_bytes=2**14)
+    return model(TOKENS_BT[:, :-1].contiguous(), TOKENS_BT[:, 1:].contiguous())[0].double()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_has_the_nll_of_transformers_own_forward(name, tmp_path, capsys):
+    _, attention = written(name, tmp_path)
+    own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).eval()
+    found_N = scored(loaded(tmp_path, attention))
+    difference = float((found_N - full_forward(own)).abs().max())
+    with capsys.disabled():
+        print(f"\n  {name} ({type(own).__name__}, {attention}): largest token difference {difference:.1e}")
+    assert difference < 1e-5 * max(1.0, float(found_N.max()))
+
+
+def test_a_head_that_does_more_than_is_known_is_refused(tmp_path, monkeypatch):
+    from ppl_eval.models import hf_decoder
+
+    written("granite", tmp_path)
+    monkeypatch.delitem(hf_decoder._FACTORS, "granite")
+    with pytest.raises(ValueError, match="does something to its logits that is not known here"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["MixtralConfig"])
+def test_weights_that_transformers_keeps_under_other_names_are_refused(kind, tmp_path):
+    config = getattr(transformers, kind)(**SIZES, num_local_experts=4)
+    write_random(config, tmp_path)
+    with pytest.raises(ValueError, match="the checkpoint does not fit the model"):
+        loaded(tmp_path)
+
+
+def test_code_that_comes_with_a_model_is_not_run(tmp_path):
+    mark = tmp_path / "ran"
+    (tmp_path / "modeling_own.py").write_text(f"open({str(mark)!r}, 'w')")
+    auto = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    with pytest.raises(ValueError, match="transformers does not know the model"):
+        causal_lm(str(tmp_path))
+    assert not mark.exists()
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no config"):
+        causal_lm(str(tmp_path))
+    written("llama", tmp_path)
+    with torch.device("meta"):
+        decoder = causal_lm(str(tmp_path))
+    with pytest.raises(ValueError, match="model_type=TRANSFORMERS"):
+        decoder.check({"model_type": "llama"}, Asked("", model_type="LLAMA3"))
+    with pytest.raises(ValueError, match="that of a qwen2; use"):
+        decoder.check({"model_type": "qwen2"}, Asked("", model_type="TRANSFORMERS"))
+    for axis in ("tp", "cp", "tensor_parallel_plan"):
+        assert "not available for ppl_eval.models.hf" in decoder.supports(axis)

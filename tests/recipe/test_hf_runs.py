@@ -1,0 +1,107 @@
+"""Whole runs with transformers' own code: the shipped config, the same bits on any number of ranks, and the
+number of torchtune's engine."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import transformers
+
+from helpers.models import write_random
+from helpers.runs import many, result_of
+from helpers.tiny import VOCAB_SIZE, write_config, write_tokenizer
+from ppl_eval.config.settings import read_settings
+
+CASES = {
+    "plain": ["max_windows=13", "batch_size=2"],
+    "rolling": ["protocol=ppl_eval.protocols.rolling", "protocol.max_seq_len=50", "max_windows=7"],
+    "tokens": ["per_token=true", "max_windows=5", "protocol.max_seq_len=48"],
+    "bf16": ["dtype=bf16", "max_windows=5", "batch_size=2"],
+}
+FSDP = ["data_parallel_shard_dim=2", "data_parallel_replicate_dim=1", "max_windows=13", "batch_size=2"]
+
+
+@pytest.fixture(scope="module", params=["qwen3_tied", "olmo2"])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    write_tokenizer(folder)
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    config = (
+        transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
+        if request.param == "qwen3_tied"
+        else transformers.Olmo2Config(**sizes)
+    )
+    write_random(config, folder)
+    return folder
+
+
+def config_of(model, path, text):
+    section = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(model)}
+    return write_config(
+        path,
+        model,
+        text,
+        model={"_component_": "ppl_eval.models.hf.causal_lm", "path": "${checkpointer.checkpoint_dir}"},
+        checkpointer={**section, "model_type": "TRANSFORMERS"},
+    )
+
+
+def weights_hash(result):
+    return result["model"]["checkpoint"]["weights_hash"]
+
+
+def test_same_bits_on_1_2_and_3_ranks_and_under_fsdp(model, tiny, tmp_path, private_home):
+    config = config_of(model, tmp_path / "config.yaml", tiny.text)
+    results = {}
+    for ranks in (1, 2, 3):
+        cases = {**CASES, **({"fsdp": FSDP} if ranks == 2 else {})}
+        argvs = [
+            ["--config", str(config), *overrides, f"output_dir={tmp_path / f'{ranks}_{name}'}"]
+            for name, overrides in cases.items()
+        ]
+        finished = many(ranks, argvs, tmp_path)
+        assert finished.code == 0, finished.output
+        for name in cases:
+            results[ranks, name] = result_of(tmp_path / f"{ranks}_{name}")
+    for name in CASES:
+        found = {
+            (results[ranks, name]["nll_sum_hex"], results[ranks, name]["coverage"]["sha256"])
+            for ranks in (1, 2, 3)
+        }
+        assert len(found) == 1, name
+    assert results[2, "fsdp"]["nll_sum_hex"] == results[1, "plain"]["nll_sum_hex"]
+    assert weights_hash(results[2, "fsdp"]) == weights_hash(results[1, "plain"])
+    tokens = pq.read_table(tmp_path / "2_tokens" / "tokens.parquet")
+    total = float(np.float64(tokens["nll"].to_numpy().astype(np.float64).sum()))
+    assert total == pytest.approx(results[1, "tokens"]["nll_sum"], rel=1e-12)
+
+
+def test_both_engines_give_the_same_number(tiny, tmp_path, private_home):
+    ours = write_config(tmp_path / "torchtune.yaml", tiny.folder, tiny.text, max_windows=9)
+    theirs = config_of(tiny.folder, tmp_path / "transformers.yaml", tiny.text)
+    argvs = [
+        ["--config", str(ours), f"output_dir={tmp_path / 'torchtune'}"],
+        ["--config", str(theirs), f"output_dir={tmp_path / 'transformers'}", "max_windows=9"],
+    ]
+    finished = many(1, argvs, tmp_path)
+    assert finished.code == 0, finished.output
+    torchtune, other = (result_of(tmp_path / name) for name in ("torchtune", "transformers"))
+    assert other["nll_sum"] == pytest.approx(torchtune["nll_sum"], rel=1e-6)
+    assert other["run"]["kernels"]["attention"] == ["transformers: sdpa"]
+
+
+def test_the_shipped_config_asks_for_a_folder_and_nothing_else(model, tiny, tmp_path, private_home):
+    with pytest.raises(ValueError, match=r"checkpointer\.checkpoint_dir"):
+        read_settings(["--config", "hf/causal_lm"])
+    argv = ["--config", "hf/causal_lm", f"checkpointer.checkpoint_dir={model}", "device=cpu"]
+    argv += ["protocol.max_seq_len=64", "max_windows=2", f"output_dir={tmp_path / 'out'}"]
+    finished = many(1, [argv], tmp_path)
+    assert finished.code == 0, finished.output
+    assert result_of(tmp_path / "out")["num_windows"] == 2
