@@ -53,6 +53,18 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         return name in self.meta
 
 
+def under_own_names(decoder: Decoder, state_dict: LazyStateDict) -> tuple[LazyStateDict, list[str]]:
+    """Return a checkpoint under the names of the decoder's module, and notes (``Decoder.own_weights``)."""
+    found = decoder.own_weights(state_dict.meta, state_dict.reader)
+    if found is None:
+        return state_dict, []
+    weights, notes = found
+    renamed = LazyStateDict()
+    for name, (meta, read) in weights.items():
+        renamed.add(name, meta, read)
+    return renamed, notes
+
+
 def load_into(
     model: nn.Module | Decoder,
     state_dict: Mapping[str, torch.Tensor],

@@ -182,6 +182,20 @@ class Decoder(ABC):
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the tensors that no checkpoint holds, on the device."""
 
+    def own_weights(
+        self, meta: Mapping[str, Tensor], reader: Callable[[str], Callable[[], Tensor]]
+    ) -> tuple[dict[str, tuple[Tensor, Callable[[], Tensor]]], list[str]] | None:
+        """Put a checkpoint's tensors under the names of ``module``.
+
+        Args:
+            meta: shape and dtype of each tensor.
+            reader: returns the function that reads one.
+
+        Returns:
+            Meta tensor and function that reads, by name, and notes; None where names are right already.
+        """
+        return None
+
     def check_head(self, device: torch.device) -> None:  # noqa: B027
         """Check, once in a forward and with the head whole, what could not be checked before.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ppl_eval.models import cpu_activation, cpu_linear
 from ppl_eval.models.decoder import Asked, Decoder
 from ppl_eval.models.families import OWN_NAMES
+from ppl_eval.models.hf_weights import Reader, Weights, under_module_names
 
 # model_type -> key of the factor on logits, and whether they are divided by it
 _FACTORS = {
@@ -191,6 +192,10 @@ class HFDecoder(Decoder):
             # In the model's dtype, as transformers does.
             logits_NV = torch.tanh(logits_NV / cap) * cap
         return logits_NV.float()
+
+    def own_weights(self, meta: Mapping[str, Tensor], reader: Reader) -> tuple[Weights, list[str]] | None:
+        """Rename and join tensors as transformers does when it loads."""
+        return under_module_names(self._model, meta, reader)
 
     @torch.no_grad()
     def check_head(self, device: torch.device) -> None:

@@ -9,7 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtune import training
 
-from ppl_eval.checkpoints.lazy_state_dict import check_state_dict, load_into, note_conversions
+from ppl_eval.checkpoints.lazy_state_dict import (
+    check_state_dict,
+    load_into,
+    note_conversions,
+    under_own_names,
+)
 from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.checkpoints.quantized_tensors import is_quantized
 from ppl_eval.checkpoints.weights_hash import WeightsHash
@@ -190,7 +195,7 @@ def load_model(
         return _take_live(decoder, settings, placement)
     device, dtype, dims = placement.device, placement.dtype, placement.dims
     num_parameters = count_parameters(decoder.module)
-    state_dict = checkpoint.state_dict
+    state_dict, renamed = under_own_names(decoder, checkpoint.state_dict)
     decoder.module.eval().requires_grad_(False)
     prepare_for_device(decoder, device, settings.compile)
     whole = settings.quantizer is not None or any(map(is_quantized, state_dict.meta.values()))
@@ -199,7 +204,7 @@ def load_model(
     _check_calibration(decoder, batches)
     whole = whole or not (dims.fsdp_enabled or dims.tp_enabled)
 
-    notes = decoder.notes_on(dtype)
+    notes = decoder.notes_on(dtype) + renamed
     report, weights = None, WeightsHash()
     if whole:
         notes += load_into(decoder, state_dict, dtype=dtype, device=device, weights=weights)
