@@ -122,8 +122,8 @@ def loaded(folder, attention="sdpa", dtype=torch.float32) -> HFDecoder:
 
 
 @torch.no_grad()
-def full_forward(model, dtype=torch.float32):
-    logits_BTV = model.to(dtype)(TOKENS_BT[:, :-1]).logits.double()
+def full_forward(model):
+    logits_BTV = model(TOKENS_BT[:, :-1]).logits.double()
     return -torch.log_softmax(logits_BTV, -1).gather(-1, TOKENS_BT[:, 1:, None]).flatten()
 
 
@@ -151,6 +151,26 @@ def test_a_head_that_does_more_than_is_known_is_refused(tmp_path, monkeypatch):
     monkeypatch.delitem(hf_decoder._FACTORS, "granite")
     with pytest.raises(ValueError, match="does something to its logits that is not known here"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "mamba2"])
+def test_in_bfloat16_every_tensor_has_the_dtype_that_transformers_gives_it(name, tmp_path):
+    _, attention = written(name, tmp_path)
+    own = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation=attention, dtype=torch.bfloat16
+    ).eval()
+    decoder = loaded(tmp_path, attention, torch.bfloat16)
+    for kind in ("named_parameters", "named_buffers"):
+        theirs = {part: tensor.dtype for part, tensor in getattr(own, kind)()}
+        for part, tensor in getattr(decoder.module, kind)():
+            assert tensor.dtype == theirs[part], part
+    torch.testing.assert_close(scored(decoder), full_forward(own), rtol=0, atol=0.05)
+
+
+def test_weights_that_transformers_keeps_in_float32_are_not_cast_in_silence(tmp_path):
+    written("deepseek_v3", tmp_path)
+    with pytest.raises(ValueError, match=r"keeps \d+ weights of a DeepseekV3ForCausalLM in float32"):
+        loaded(tmp_path, dtype=torch.bfloat16)
 
 
 def test_tensors_that_have_no_place_are_refused(tmp_path):

@@ -11,6 +11,7 @@
 transformers is imported when such a model is built, and in no other run.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,26 @@ def causal_lm(path: str, attention: str = "sdpa") -> HFDecoder:
             f"transformers cannot build the causal language model of {folder / 'config.json'} with"
             f" model.attention={attention}: {error}"
         ) from error
+    _refuse_mixed_dtypes(module)
     return HFDecoder(module, config.to_dict())
+
+
+def _refuse_mixed_dtypes(module: Any) -> None:
+    """Refuse a dtype beside which transformers keeps some of the weights in float32: casting them all would
+    give another number."""
+    dtype = torch.get_default_dtype()
+    kept = [
+        name
+        for name in module.state_dict()
+        if any(re.search(pattern.replace(".", r"\."), name) for pattern in module._get_dtype_plan(dtype))
+    ]
+    if kept:
+        shown = ", ".join(kept[:3])
+        raise ValueError(
+            f"transformers keeps {len(kept)} weights of a {type(module).__name__} in float32 where the others"
+            f" are in {str(dtype).removeprefix('torch.')} ({shown}, ...), which is not supported; use"
+            " dtype=fp32"
+        )
 
 
 def _config_of(auto: Any, folder: Path) -> Any:

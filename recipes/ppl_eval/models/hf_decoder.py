@@ -181,6 +181,8 @@ class HFDecoder(Decoder):
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Multiply by the head's matrix, and apply the factor or cap of this kind of model."""
+        # Some models end in float32 whatever their weights are, and cast here (Mamba 2).
+        hidden_ND = hidden_ND.to(self.embed_unit().weight.dtype)
         logits_NV: Tensor = self.module.get_submodule(self._head_name)(hidden_ND)
         text = self._model.config.get_text_config()
         if text.model_type in _FACTORS:
