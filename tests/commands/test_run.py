@@ -1,16 +1,21 @@
 """`ppl-eval run`, `--version`, completion, and the help of the recipe."""
 
+import json
 import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 
 import pytest
+import transformers
 
 import distributed_ppl_eval
-from helpers.tiny import write_config
+from helpers.family_models import SIZES
+from helpers.models import write_random
+from helpers.tiny import VOCAB_SIZE, write_config, write_tokenizer
 from ppl_eval import evaluate
 from ppl_eval.commands import cli
+from ppl_eval.commands.run import config_of
 from ppl_eval.config.settings import KEYS
 
 
@@ -25,6 +30,22 @@ def test_a_folder_and_a_text_give_the_number_of_a_config(tiny, tmp_path, capsys)
     assert "note: max_windows: only the first 5" in shown.err
     cli.main(["run", str(config), "~max_windows", "max_windows=5", "--table"])
     assert expected["nll_sum_hex"] in capsys.readouterr().out
+
+
+def test_a_model_that_torchtune_does_not_build_is_scored_by_transformers(tiny, tmp_path, capsys):
+    sizes = SIZES | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 80}
+    write_random(transformers.Qwen3Config(**sizes, head_dim=16), tmp_path)
+    write_tokenizer(tmp_path)
+    cli.main(["run", str(tmp_path), str(tiny.text), "max_windows=2"])
+    # Windows are what the model allows.
+    assert f"over {2 * 79} tokens" in capsys.readouterr().out
+
+
+def test_windows_are_no_longer_than_the_model_allows(tiny):
+    longest = json.loads((tiny.folder / "config.json").read_text())["max_position_embeddings"]
+    made = config_of(tiny.folder, [str(tiny.text)])
+    assert made["protocol"]["max_seq_len"] == longest < 2048
+    assert made["model"]["_component_"].startswith("torchtune.")
 
 
 def test_what_is_missing_is_said(tiny, tmp_path, capsys):

@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from helpers import family_models
 from helpers.models import write_random
 from ppl_eval.checkpoints.lazy_state_dict import load_into, under_own_names
 from ppl_eval.checkpoints.load import load_state_dict
@@ -16,18 +17,7 @@ from ppl_eval.models.hf import causal_lm
 from ppl_eval.models.hf_decoder import HFDecoder
 from ppl_eval.scoring.nll import ScoringModel
 
-SIZES = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES = family_models.SIZES | {"num_hidden_layers": 2}
 HEADS = {"head_dim": 16}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 160}
 # With more than ten, their order by number is not that by name.
@@ -199,7 +189,16 @@ def test_what_does_not_fit_is_refused(tmp_path):
         decoder = causal_lm(str(tmp_path))
     with pytest.raises(ValueError, match="model_type=TRANSFORMERS"):
         decoder.check({"model_type": "llama"}, Asked("", model_type="LLAMA3"))
-    with pytest.raises(ValueError, match="that of a qwen2; use"):
-        decoder.check({"model_type": "qwen2"}, Asked("", model_type="TRANSFORMERS"))
+    own = json.loads((tmp_path / "config.json").read_text())
+    asked = Asked("", model_type="TRANSFORMERS")
+    assert decoder.check(own, asked) == ("checked", [])
+    for beside, shown in (
+        (own | {"rope_theta": 5.0}, r"differ in 1 keys \(rope_theta None and 5\.0\): the weights belong"),
+        (own | {"num_hidden_layers": 3}, r"num_hidden_layers 2 and 3"),
+        ({key: own[key] for key in own if key != "hidden_act"}, r"hidden_act silu and None"),
+        (None, "no config.json to hold"),
+    ):
+        with pytest.raises(ValueError, match=shown):
+            decoder.check(beside, asked)
     for axis in ("tp", "cp", "tensor_parallel_plan"):
         assert "not available for ppl_eval.models.hf" in decoder.supports(axis)

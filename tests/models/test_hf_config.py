@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from ppl_eval.models import families
 
@@ -30,7 +31,7 @@ def by_transformers(model_type, config):
     """The facts that transformers' own config object holds, or None where it refuses the file."""
     try:
         read = transformers.AutoConfig.for_model(model_type, **config)
-    except Exception:
+    except StrictDataclassError:
         return None
     rope = read.rope_parameters
     if rope["rope_theta"] is None:  # it loads and fails when the frequencies are computed

@@ -1,11 +1,14 @@
 """Whole runs with transformers' own code: the shipped config, the same bits on any number of ranks, and the
 number of torchtune's engine."""
 
+import shutil
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import transformers
 
+from helpers.family_models import SIZES
 from helpers.models import write_random
 from helpers.runs import many, result_of
 from helpers.tiny import VOCAB_SIZE, write_config, write_tokenizer
@@ -24,15 +27,7 @@ FSDP = ["data_parallel_shard_dim=2", "data_parallel_replicate_dim=1", "max_windo
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     write_tokenizer(folder)
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-    }
+    sizes = SIZES | {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     configs = {
         "qwen3_tied": lambda: transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True),
@@ -99,6 +94,19 @@ def test_both_engines_give_the_same_number(tiny, tmp_path, private_home):
     torchtune, other = (result_of(tmp_path / name) for name in ("torchtune", "transformers"))
     assert other["nll_sum"] == pytest.approx(torchtune["nll_sum"], rel=1e-6)
     assert other["run"]["kernels"]["attention"] == ["transformers: sdpa"]
+
+
+def test_where_a_models_folder_lies_is_no_part_of_what_it_is(tiny, tmp_path, private_home):
+    copy = tmp_path / "elsewhere" / "model"
+    shutil.copytree(tiny.folder, copy)
+    argvs = []
+    for name, folder in (("here", tiny.folder), ("there", copy)):
+        config = config_of(folder, tmp_path / f"{name}.yaml", tiny.text)
+        argvs.append(["--config", str(config), "max_windows=2", f"output_dir={tmp_path / name}"])
+    finished = many(1, argvs, tmp_path)
+    assert finished.code == 0, finished.output
+    here, there = (result_of(tmp_path / name) for name in ("here", "there"))
+    assert here["key"] == there["key"]
 
 
 def test_the_shipped_config_asks_for_a_folder_and_nothing_else(tiny, tmp_path, private_home):

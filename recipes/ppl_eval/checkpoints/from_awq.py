@@ -27,11 +27,6 @@ BITS, IN_A_WORD = 4, 8
 PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def activations(config: dict[str, Any]) -> str | None:
-    """Return what the model does to activations: nothing."""
-    return None
-
-
 def find(stored: Stored, config: dict[str, Any]) -> list[PackedWeight]:
     """Return the quantised weights of a checkpoint.
 

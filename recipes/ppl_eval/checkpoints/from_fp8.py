@@ -96,11 +96,6 @@ def _dequantize(
     return in_blocks(shape, lambda rows: codes[rows].float() * per_block(scales, sizes, rows, shape[1]))
 
 
-def no_activations(config: dict[str, Any]) -> str | None:
-    """Return what an MXFP4 model does to activations: nothing."""
-    return None
-
-
 def find_mxfp4(stored: Stored, config: dict[str, Any]) -> list[PackedWeight]:
     """Return the MXFP4 weights of a checkpoint: [experts, in, out] each.
 

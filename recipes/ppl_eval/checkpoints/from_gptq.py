@@ -28,11 +28,6 @@ BITS = (2, 3, 4, 8)
 VERSIONS = {"gptq": 1, "gptq_v2": 0}
 
 
-def activations(config: dict[str, Any]) -> str | None:
-    """Return what the model does to activations: nothing."""
-    return None
-
-
 def find(stored: Stored, config: dict[str, Any]) -> list[PackedWeight]:
     """Return the quantised weights of a checkpoint.
 

@@ -32,20 +32,20 @@ class Method(NamedTuple):
 
     Attributes:
         find: the quantised weights among a checkpoint's tensors.
-        activations: what a config says is done to activations, or None.
+        activations: what a config says is done to activations, or None; left out, nothing ever is.
     """
 
     find: Callable[[Stored, dict[str, Any]], list[PackedWeight]]
-    activations: Callable[[dict[str, Any]], str | None]
+    activations: Callable[[dict[str, Any]], str | None] = lambda _: None
 
 
 METHODS = {
     "compressed-tensors": Method(from_compressed_tensors.find, from_compressed_tensors.activations),
-    "gptq": Method(from_gptq.find, from_gptq.activations),
-    "awq": Method(from_awq.find, from_awq.activations),
+    "gptq": Method(from_gptq.find),
+    "awq": Method(from_awq.find),
     "fp8": Method(from_fp8.find, from_fp8.activations),
     "fbgemm_fp8": Method(from_fp8.find, from_fp8.activations),
-    "mxfp4": Method(from_fp8.find_mxfp4, from_fp8.no_activations),
+    "mxfp4": Method(from_fp8.find_mxfp4),
     "bitsandbytes": Method(from_bitsandbytes.find, from_bitsandbytes.activations),
 }
 # Where tools wrote the section before config.json had one, and the method where the file names none.

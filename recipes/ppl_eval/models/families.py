@@ -276,7 +276,8 @@ def architecture_of(config: HFConfig) -> Architecture:
             return family.architecture
     raise ValueError(
         f"the checkpoint's config.json has model_type {model_type!r}, which torchtune 0.6.1 cannot "
-        f"build; {supported()}"
+        f"build; {supported()}. transformers' own code may score it: --config hf/causal_lm"
+        " checkpointer.checkpoint_dir=..."
     )
 
 

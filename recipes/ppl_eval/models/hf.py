@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ppl_eval.config.files import read_json_object
 from ppl_eval.models.hf_decoder import HFDecoder
 
 
@@ -58,7 +59,7 @@ def causal_lm(path: str, attention: str = "sdpa") -> HFDecoder:
             f" model.attention={attention}: {error}"
         ) from error
     _refuse_mixed_dtypes(module)
-    return HFDecoder(module, config.to_dict())
+    return HFDecoder(module, read_json_object(folder / "config.json"))
 
 
 def _refuse_mixed_dtypes(module: Any) -> None:

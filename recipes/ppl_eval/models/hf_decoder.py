@@ -6,6 +6,7 @@ says is held against the model's own forward once the weights are there.
 """
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -69,13 +70,14 @@ class HFDecoder(Decoder):
 
     Args:
         module: the ``...ForCausalLM``, on the meta device or not.
-        config: its config, as JSON values.
+        config: the content of the config.json that it was built from.
 
     Raises:
         ValueError: if its parts cannot be told.
     """
 
     engine = "transformers"
+    longer_windows = ""
     # Some rotary embeddings change their tables in the forward.
     is_reentrant = False
 
@@ -141,18 +143,24 @@ class HFDecoder(Decoder):
                 f"checkpointer.model_type is {asked.model_type}, and ppl_eval.models.hf takes weights under"
                 f" the names of the files; use checkpointer.model_type={OWN_NAMES}"
             )
-        own = self.config.get("model_type")
-        beside = None if hf_config is None else hf_config.get("model_type")
-        if beside != own:
+        advice = "use model.path=${checkpointer.checkpoint_dir}"
+        if hf_config is None:
             raise ValueError(
-                f"model.path has the config.json of a {own}, and the checkpoint's folder that of a {beside};"
-                " use model.path=${checkpointer.checkpoint_dir}"
+                f"the checkpoint has no config.json to hold that of model.path against; {advice}"
+            )
+        own = self.config
+        differing = sorted(key for key in {*own, *hf_config} if own.get(key) != hf_config.get(key))
+        if differing:
+            shown = ", ".join(f"{key} {own.get(key)} and {hf_config.get(key)}" for key in differing[:3])
+            raise ValueError(
+                f"config.json of model.path and that of the checkpoint differ in {len(differing)} keys"
+                f" ({shown}): the weights belong to the second; {advice}"
             )
         return "checked", []
 
     def facts(self) -> dict[str, Any]:
-        """Return the engine, its config and what attends."""
-        return {"engine": self.engine, "config": dict(self.config), "attention": self._attention}
+        """Return the engine, its release and what attends; config.json is known by its hash."""
+        return {"engine": self.engine, "release": version("transformers"), "attention": self._attention}
 
     def kernels(self) -> dict[str, list[str]]:
         """Return transformers' attention implementation."""

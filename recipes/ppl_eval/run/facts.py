@@ -37,7 +37,8 @@ def input_facts(settings: Settings, source: Source, device: torch.device) -> dic
         "protocol": {"name": inputs.protocol.name, **inputs.protocol.parameters},
         "prefix_token": inputs.prefix_token,
         "num_windows": inputs.plan.num_windows,
-        "model": given["model"],
+        # A model's folder may lie elsewhere on another host; its config.json is known by its hash.
+        "model": {name: value for name, value in given["model"].items() if name != "path"},
         "config.json": _hash_of(source.checkpoint.hf_config),
         "corrections": list(source.model_notes),
         # As written: its calibration text may lie elsewhere on another host.

@@ -121,8 +121,7 @@ def check_fit(
     if max_seq_len > model.max_seq_len:
         raise ValueError(
             f"protocol.max_seq_len is {max_seq_len}, but the model was built for {model.max_seq_len} tokens;"
-            f" use protocol.max_seq_len={model.max_seq_len} or less, or raise model.max_seq_len if the"
-            " checkpoint was trained for more"
+            f" use protocol.max_seq_len={model.max_seq_len} or less{model.longer_windows}"
         )
     model_vocab = model.vocab_size
     belongs = (
