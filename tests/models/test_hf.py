@@ -15,6 +15,7 @@ from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.models.decoder import Asked
 from ppl_eval.models.hf import causal_lm
 from ppl_eval.models.hf_decoder import HFDecoder
+from ppl_eval.quantization.quantize import quantize
 from ppl_eval.scoring.nll import ScoringModel
 
 SIZES = family_models.SIZES | {"num_hidden_layers": 2}
@@ -161,6 +162,27 @@ def test_weights_that_transformers_keeps_in_float32_are_not_cast_in_silence(tmp_
     written("deepseek_v3", tmp_path)
     with pytest.raises(ValueError, match=r"keeps \d+ weights of a DeepseekV3ForCausalLM in float32"):
         loaded(tmp_path, dtype=torch.bfloat16)
+
+
+def test_joined_experts_count_as_not_quantised(tmp_path):
+    written("mixtral", tmp_path)
+    decoder = loaded(tmp_path)
+    report = quantize(decoder, {"_component_": "torchao.quantization.Int8WeightOnlyConfig"}, "cpu")
+    experts = {
+        f"model.layers.{n}.mlp.experts.{part}" for n in (0, 1) for part in ("gate_up_proj", "down_proj")
+    }
+    assert experts <= {name for name, _ in report.skipped}
+    # The routers' matrices are no linear layers either.
+    assert any(
+        "no linear layer" in note and f": {len(report.skipped)} layers" in note for note in report.notes
+    )
+
+
+def test_an_adapter_is_to_be_merged_first(tmp_path):
+    written("llama", tmp_path)
+    (tmp_path / "adapter_model.pt").touch()
+    with pytest.raises(ValueError, match="merge the adapter"):
+        load_state_dict(section(tmp_path) | {"adapter_checkpoint": "adapter_model.pt"})
 
 
 def test_tensors_that_have_no_place_are_refused(tmp_path):

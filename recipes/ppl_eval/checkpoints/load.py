@@ -99,6 +99,11 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
     quantized = any(is_quantized(t) for t in state_dict.meta.values())
     adapter = _adapter(cfg, folder, notes)
     if adapter:
+        if model_type == OWN_NAMES:
+            raise ValueError(
+                f"checkpointer.adapter_checkpoint cannot be used with model_type {OWN_NAMES}: merge the"
+                " adapter into its base first (PEFT's merge_and_unload), and evaluate the folder that this saves"
+            )
         if quantized:
             raise ValueError("an adapter cannot be merged into quantised weights: merge first, then quantise")
         merge_adapter(

@@ -116,6 +116,7 @@ def _sort_layers(
     """
     for name, module in decoder.module.named_modules():
         if not isinstance(module, nn.Linear):
+            report.skipped += _other_matrices(name, module)
             continue
         reason = (
             "the head stays in full precision under AWQ"
@@ -134,6 +135,15 @@ def _sort_layers(
             f"quantizer {scheme.name} fits no layer ({reasons or 'the model has no linear layer'})"
         )
     return [name for name, _ in report.quantized]
+
+
+def _other_matrices(name: str, module: nn.Module) -> list[tuple[str, str]]:
+    """Return the matrices of a module that is no linear layer, such as experts that are joined to one tensor:
+    left out of the count, they would look quantised. Embeddings are known to stay."""
+    if isinstance(module, nn.Embedding):
+        return []
+    reason = "a matrix that is no linear layer (joined experts, convolutions)"
+    return [(f"{name}.{key}", reason) for key, own in module.named_parameters(recurse=False) if own.dim() > 1]
 
 
 def _describe(model: nn.Module, scheme: Scheme, report: QuantizationReport, dtype: torch.dtype) -> None:
