@@ -168,20 +168,18 @@ def test_joined_experts_count_as_not_quantised(tmp_path):
     written("mixtral", tmp_path)
     decoder = loaded(tmp_path)
     report = quantize(decoder, {"_component_": "torchao.quantization.Int8WeightOnlyConfig"}, "cpu")
-    experts = {
-        f"model.layers.{n}.mlp.experts.{part}" for n in (0, 1) for part in ("gate_up_proj", "down_proj")
-    }
+    parts = ("gate_up_proj", "down_proj")
+    experts = {f"model.layers.{n}.mlp.experts.{part}" for n in (0, 1) for part in parts}
     assert experts <= {name for name, _ in report.skipped}
     # The routers' matrices are no linear layers either.
-    assert any(
-        "no linear layer" in note and f": {len(report.skipped)} layers" in note for note in report.notes
-    )
+    (note,) = (note for note in report.notes if "no linear layer" in note)
+    assert note.endswith(f": {len(report.skipped)} layers")
 
 
 def test_an_adapter_is_to_be_merged_first(tmp_path):
     written("llama", tmp_path)
     (tmp_path / "adapter_model.pt").touch()
-    with pytest.raises(ValueError, match="merge the adapter"):
+    with pytest.raises(ValueError, match="merge the"):
         load_state_dict(section(tmp_path) | {"adapter_checkpoint": "adapter_model.pt"})
 
 
