@@ -102,7 +102,7 @@ def load_state_dict(cfg: Mapping[str, Any]) -> LoadedCheckpoint:
         if model_type == OWN_NAMES:
             raise ValueError(
                 f"checkpointer.adapter_checkpoint cannot be used with model_type {OWN_NAMES}: merge the"
-                " adapter into its base first (PEFT's merge_and_unload), and evaluate the folder that it saves"
+                " adapter into its base first (PEFT's merge_and_unload), and evaluate what it saves"
             )
         if quantized:
             raise ValueError("an adapter cannot be merged into quantised weights: merge first, then quantise")
