@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_run_that_goes_on_is_killed_and_goes_on(config, tmp_path, capsys):
         wait_for_phase(out, "scoring")
         code, found = state_of(out, capsys)
         assert code == 0, found
-        assert found["state"]["found"] == "running, 2 ranks on 1 hosts"
+        assert found["state"]["found"] == "running, 2 rank(s) on 1 host(s)"
         assert line_of(found, "progress")["found"].startswith(f"12 of {WINDOWS} windows (50%)")
         assert line_of(found, "rank 0")["found"].startswith("phase 'scoring'")
         assert found["if it ended now, resume"]["found"] == "goes on from 6 of 12 batches of the plan"
@@ -94,6 +95,18 @@ def test_a_run_that_goes_on_is_killed_and_goes_on(config, tmp_path, capsys):
     assert code == 0
     assert found["state"]["found"].startswith("finished: perplexity ")
     assert not (out / "status").exists()
+
+
+def test_a_run_that_says_why_it_ended_sends_nobody_to_dmesg(config, tmp_path, capsys):
+    out = tmp_path / "out"
+    (held,) = start_held(config, tmp_path, 1, f"output_dir={out}")
+    os.kill(held.pid, signal.SIGTERM)
+    assert held.wait(60) == 128 + signal.SIGTERM, held.output()
+    code, found = state_of(out, capsys)
+    assert code == 1
+    assert f"(exit code {128 + signal.SIGTERM})" in found["state"]["found"]
+    assert line_of(found, "rank 0")["remedy"] == ""
+    assert found["resume"]["found"] == "goes on from 3 of 12 batches of the plan"
 
 
 def test_folders_that_no_run_wrote(tmp_path, capsys):

@@ -124,7 +124,7 @@ def _is_gone(host: HostStatus, rank: int) -> bool:
 def _life(hosts: Sequence[HostStatus], ledgers: Sequence[_Ledger], done: Sequence[Path]) -> Finding:
     if hosts:
         why = _dead_because(hosts)
-        ranks = f"{hosts[0].content['world_size']} ranks on {hosts[0].content['num_nodes']} hosts"
+        ranks = f"{hosts[0].content['world_size']} rank(s) on {hosts[0].content['num_nodes']} host(s)"
         if why is None:
             return Finding("state", "", f"running, {ranks}")
         return Finding("state", "running", f"ended: {why}", _AGAIN)
@@ -210,7 +210,9 @@ def _ranks(hosts: Sequence[HostStatus]) -> list[Finding]:
                 f" {about['seconds']:,.0f} s in this phase, heard {silence:,.0f} s ago"
             )
             remedy = ""
-            if _is_gone(host, rank):
+            if any(other.content["failure"] for other in hosts):
+                pass  # Why they are gone is known.
+            elif _is_gone(host, rank):
                 remedy = f"its process is gone: see dmesg on {host.content['host']}"
             elif silence > _OLD_SECONDS:
                 remedy = f"look at it on {host.content['host']}: stopped, swapping, or cut off"
