@@ -187,8 +187,8 @@ class DistributedPPLEvalRecipe:
                 state.inputs,
                 own,
                 [self._ledger.folder],
-                rank=world.rank,
-                world_size=world.world_size,
+                excluded_W=scored.accumulator.excluded_W,
+                world=world,
                 add_over_ranks=self._add_over_ranks,
             )
         rounded_nll = result.rounded_nll(self.settings, state.inputs, own, self._add_over_ranks)

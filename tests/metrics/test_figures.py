@@ -18,9 +18,10 @@ from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.metrics.totals import WindowScores
 from ppl_eval.metrics.window_records import records_of
 from ppl_eval.protocols.base import Protocol
-from ppl_eval.protocols.batches import Batch, WindowBatches
+from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
 from ppl_eval.protocols.plan import Plan, make_plan
 from ppl_eval.results import records
+from ppl_eval.scoring import finite
 
 DOMAINS = ("easy", "hard", "absent")
 WINDOWS_AT_ONCE = 3  # so few that documents go over the edges of chunks
@@ -114,7 +115,7 @@ def write_records(plan: Plan, data: TokenData, ranks: list[np.ndarray], folder: 
 
 
 def _ones(vector: np.ndarray) -> np.ndarray:
-    rows = vector.copy().reshape(-1, 5)
+    rows = vector.copy().reshape(-1, 1 + len(records._SENT))
     rows[:, 0] = 1
     return rows.ravel()
 
@@ -262,3 +263,68 @@ def test_a_dummy_batch_counts_nothing() -> None:
     sums.add(records_of(dummy, none, 2, sums.bucket_width))
     assert torch.equal(dummy.labels_BT, torch.full((1, 1), -100))
     assert sums.run.totals.num_windows == sums.run.totals.num_tokens == 0
+
+
+def without(batch: Batch, sums: Accumulator, *windows: int) -> np.ndarray:
+    """Records of a batch in which these windows have a NaN."""
+    scores = scored(batch)
+    bad_B = np.isin(batch.window_ids_B, windows)
+    scores.nll_BT[bad_B, 0] = math.nan
+    scores = scores._replace(nll_sum_B=scores.nll_BT.sum(axis=1))
+    return records_of(batch, finite.exclude(batch, scores), len(sums.positions), sums.bucket_width)
+
+
+def test_an_excluded_window_leaves_every_sum() -> None:
+    """Windows of 8 with stride 4 over 20 tokens score 7, 4, 4, 4; the script's weights are 7, 3, 3, 3."""
+    plan, data = made([20], protocols.strided(8, 4, "hf_doc"))
+    batches = WindowBatches(plan, data)
+    sums, rest = (Accumulator(plan, data, num_position_buckets=2) for _ in range(2))
+    for index in range(plan.num_batches):
+        sums.add(without(batches[index], sums, 1, 2))
+        records = recorded(batches[index], rest)
+        rest.add(records[~np.isin(records["window_id"], [1, 2])])
+    totals = sums.run.totals
+    assert (totals.num_tokens, totals.num_windows, totals.window_weights) == (11, 2, 10)
+    assert (totals.num_excluded_tokens, totals.num_excluded_windows) == (8, 2)
+    assert sums.excluded_W.tolist() == [1, 2]
+    # Each scores what comes after 4 to 7 tokens, and the first bucket ends with those after 4.
+    assert [bucket.num_excluded_tokens for bucket in sums.positions] == [2, 6]
+    for name in ("nll_fixed", "token_nll_sq_fixed", "weighted_nll_fixed", "num_correct"):
+        assert getattr(totals, name) == getattr(rest.run.totals, name)
+    assert sums.run.blocks.nll_fixed == rest.run.blocks.nll_fixed
+    totals.expected_hash_sums = expected_hash_sums(plan, data, 0, 1)
+    sums.check_coverage(expected_tokens=19, expected_windows=4)
+    # A window that was left out and scored as well, or neither, is noticed as ever.
+    totals.excluded_hash_sums = totals.excluded_hash_sums + 1
+    with pytest.raises(RuntimeError, match="19 tokens in 4 windows were scored or excluded"):
+        sums.check_coverage(expected_tokens=19, expected_windows=4)
+
+
+def test_the_ids_of_excluded_windows_are_joined_over_ranks() -> None:
+    plan, data = made([20, 30], protocols.rolling(4))
+    batches = WindowBatches(plan, data, prefix_token=1)
+    ranks = [Accumulator(plan, data) for _ in range(3)]
+    for index in range(plan.num_batches):
+        sums = ranks[index % 3]
+        sums.add(without(batches[index], sums, 0, 3, 5, 9))
+    assert [sums.excluded_W.tolist() for sums in ranks] == [[0], [3, 9], [5]]
+    joined(ranks)
+    vectors: list[list[np.ndarray]] = []
+    for rank, sums in enumerate(ranks):
+        sums.run.totals.num_excluded_windows = 4
+        counts = np.array([1, 2, 1])
+        sent: list[np.ndarray] = []
+        answers = iter([counts, np.zeros(4, dtype=np.int64)])
+        sums.join_excluded(rank, 3, lambda v, sent=sent, answers=answers: (sent.append(v), next(answers))[1])
+        vectors.append(sent)
+    assert np.sum([sent[0] for sent in vectors], axis=0).tolist() == [1, 2, 1]
+    assert np.sort(np.sum([sent[1] for sent in vectors], axis=0)).tolist() == [0, 3, 5, 9]
+
+
+def test_nothing_left_is_refused() -> None:
+    plan, data = made([20], protocols.strided(8, 4, "hf_doc"))
+    sums = Accumulator(plan, data)
+    for batch in map(WindowBatches(plan, data).__getitem__, range(plan.num_batches)):
+        sums.add(without(batch, sums, 0, 1, 2, 3))
+    with pytest.raises(ValueError, match="nothing is left: the NLL of 4 of 4 windows is not finite"):
+        sums.check_not_empty()

@@ -12,6 +12,11 @@ from ppl_eval.results import baseline
 
 # Fields of a result that change the number, in the order in which to look.
 CAUSES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "NaN exclusions",
+        ("num_excluded_windows", "coverage.excluded_tokens", "coverage.excluded_windows"),
+        "the NLL of these windows is not finite: compare the windows that both scored (below)",
+    ),
     ("plan", ("plan.max_windows", "plan.whole", "num_windows", "coverage"), "score the same windows"),
     ("tokens", ("num_tokens", "dataset.fingerprint"), "give both the same text, tokenizer and join"),
     ("BOS", ("protocol.bos", "protocol.bos_tokens", "protocol.prefix_token"), "use the same protocol.bos"),
@@ -64,8 +69,16 @@ def windows_that_differ(first: Path, second: Path, most: int = 10) -> list[Findi
             ]
         tables.append(pq.read_table(path, columns=columns).to_pydict())
     keys = [list(zip(*(table[name] for name in columns[:4]), strict=True)) for table in tables]
-    nll = [dict(zip(key, table["nll_sum"], strict=True)) for key, table in zip(keys, tables, strict=True)]
-    shared = [key for key in keys[0] if key in nll[1]]
+    # Without windows that nothing was scored in: left out, or all masked.
+    nll = [
+        {
+            window: nll_sum
+            for window, nll_sum, num_tokens in zip(key, table["nll_sum"], table["num_tokens"], strict=True)
+            if num_tokens
+        }
+        for key, table in zip(keys, tables, strict=True)
+    ]
+    shared = [key for key in nll[0] if key in nll[1]]
     delta = np.array([nll[1][key] - nll[0][key] for key in shared])
     findings = [Finding("windows", f"{len(nll[0]):,}", f"{len(nll[1]):,}; {len(shared):,} in both")]
     for index in np.argsort(-np.abs(delta), kind="stable")[:most]:

@@ -158,7 +158,9 @@ def _ledger(folder: Path) -> _Ledger:
         recorded_W[new] = True
         wrong = [f"{file.num_damaged} damaged"] if file.num_damaged else []
         wrong += [f"{file.torn_bytes} bytes of a torn one at the end"] if file.torn_bytes else []
-        shown = f"{len(ids):,} whole records" + "".join(f", {text}" for text in wrong)
+        left_out = int((file.records["num_excluded"] > 0).sum())
+        about = [f"{left_out:,} of windows that are left out (nan: exclude)"] if left_out else []
+        shown = f"{len(ids):,} whole records" + "".join(f", {text}" for text in about + wrong)
         needed = "whole records; others are left out and scored again" if wrong else "whole records"
         findings.append(Finding(f"ledger {folder.name}: {file.path.name}", needed, shown))
     if num_doubled:

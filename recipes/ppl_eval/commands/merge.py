@@ -20,7 +20,7 @@ from ppl_eval.distributed.rendezvous import meet
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols.batches import expected_hash_sums
-from ppl_eval.results import parquet_files, result
+from ppl_eval.results import excluded, parquet_files, result
 from ppl_eval.results.ledger import FOLDER, lock_output_dir, read_ledger
 from ppl_eval.results.previous import set_aside
 from ppl_eval.results.resume import describe_differences, read_facts
@@ -72,6 +72,7 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
     sums.add(records)
     sums.run.totals.expected_hash_sums = expected_hash_sums(inputs.plan, inputs.data, 0, 1)
     sums.check_coverage(inputs.expected_tokens, inputs.plan.num_windows)
+    sums.check_not_empty()
 
     check_output_dir(output_dir)
     lock = lock_output_dir(output_dir)
@@ -80,11 +81,18 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
             print(moved)
         ledgers = [part.ledger for part in parts]
         parquet_files.write_tables(
-            settings, inputs, records, ledgers, rank=0, world_size=1, add_over_ranks=_alone
+            settings,
+            inputs,
+            records,
+            ledgers,
+            excluded_W=sums.excluded_W,
+            world=world,
+            add_over_ranks=_alone,
         )
         rounded_nll = result.rounded_nll(settings, inputs, records, _alone)
         measured = result.measured(settings, inputs, sums, inputs.expected_tokens, rounded_nll)
         joined = join_results([part.about for part in parts], measured)
+        joined["notes"] += excluded.note(sums, inputs)
         section = settings.metric_logger
         metric_logger = result.build_metric_logger(section) if section is not None else None
         result.publish(settings, joined, output_dir / "result.json", metric_logger)
@@ -193,7 +201,8 @@ def join_results(parts: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]
     }
     speeds = [timing["tokens_per_second"] for timing in timings]
     joined["timing"] = {**timings[0], **speed, "tokens_per_second": sum(speeds)}
-    joined["notes"] = list(dict.fromkeys(note for part in parts for note in part["notes"]))
+    notes = [note for part in parts for note in part["notes"] if not excluded.is_note(note)]
+    joined["notes"] = list(dict.fromkeys(notes))
     joined["notes"].append(f"joined from {len(parts)} parts")
     return joined
 

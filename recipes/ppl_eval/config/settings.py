@@ -95,6 +95,7 @@ class Settings:
     tensor_parallel_plan: DictConfig | None = None
     fsdp_reshard_after_forward: bool = True
     fsdp_cpu_offload: bool = False
+    nan: str = _key("error", allowed=("error", "exclude"))
     log_level: str = _key("INFO", allowed=("DEBUG", "INFO", "WARNING", "ERROR"))
     log_peak_memory_stats: bool = False
 

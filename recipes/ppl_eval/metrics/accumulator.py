@@ -16,6 +16,8 @@ from ppl_eval.metrics.window_records import WINDOW_SUMS, Records, bucket_width
 from ppl_eval.protocols.base import IntArray
 from ppl_eval.protocols.plan import Plan
 
+AddVectors = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+
 
 class PartSums:
     """Sums of a set of documents.
@@ -34,7 +36,9 @@ class PartSums:
     def add(self, records: Records, window_B: IntArray, weights_B: IntArray | None) -> None:
         """Add windows, by their number in the set."""
         nll_sum_B, nll_sq_sum_B, num_tokens_B, num_correct_B = (records[name] for name in WINDOW_SUMS)
-        scores = WindowScores(nll_sum_B, nll_sq_sum_B, num_tokens_B, num_correct_B)
+        scores = WindowScores(
+            nll_sum_B, nll_sq_sum_B, num_tokens_B, num_correct_B, num_excluded_B=records["num_excluded"]
+        )
         self.totals.add(scores, weights_B)
         self.blocks.add(window_B, scores.nll_sum_B, scores.num_tokens_B)
         if self.compared is not None:
@@ -70,6 +74,8 @@ class Accumulator:
         positions: sums by how many tokens the model saw before a target: bucket i has the targets after
             i * width + 1 to (i + 1) * width of them.
         compared_positions: sums of the comparison by the same; empty without a reference.
+        excluded_W: ids of the windows that were left out, ascending; int64. Of this rank, until ``reduce``
+            and ``join_excluded`` have joined the ranks.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Accumulator:
         self.bucket_width = bucket_width(plan.protocol.max_seq_len, num_position_buckets)
         self.positions = [Totals() for _ in range(num_position_buckets)]
         self.compared_positions = [ComparedBucket() for _ in self.positions] if compared else []
+        self.excluded_W: IntArray = np.zeros(0, dtype=np.int64)
 
     def add(self, records: Records) -> None:
         """Add scored windows."""
@@ -101,7 +108,12 @@ class Accumulator:
         windows = self._plan.locate(window_ids_B)
         weights_B = self._plan.protocol.window_weights(windows)
         self.run.add(records, window_ids_B, weights_B)
-        self.run.totals.scored_hash_sums += records["scored_hash_sums"].sum(axis=0, dtype=np.uint64)
+        excluded_B = records["num_excluded"] > 0
+        hash_sums_B4 = records["scored_hash_sums"]
+        self.run.totals.scored_hash_sums += hash_sums_B4[~excluded_B].sum(axis=0, dtype=np.uint64)
+        self.run.totals.excluded_hash_sums += hash_sums_B4[excluded_B].sum(axis=0, dtype=np.uint64)
+        if excluded_B.any():
+            self.excluded_W = np.union1d(self.excluded_W, window_ids_B[excluded_B])
         if self.domains:
             assert self._domain_D is not None
             domain_B = self._domain_D[windows.document]
@@ -117,10 +129,11 @@ class Accumulator:
             bucket.nll_fixed += join_value_limbs(limbs.tolist())
             bucket.num_tokens += int(records["bucket_tokens"][:, index].sum())
             bucket.num_correct += int(records["bucket_correct"][:, index].sum())
+            bucket.num_excluded_tokens += int(records["bucket_excluded"][:, index].sum())
         for index, compared in enumerate(self.compared_positions):
             compared.add(records, index)
 
-    def reduce(self, add_over_ranks: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]) -> None:
+    def reduce(self, add_over_ranks: AddVectors) -> None:
         """Replace this rank's sums by those of all ranks.
 
         Args:
@@ -140,17 +153,52 @@ class Accumulator:
         for bucket, piece in zip(self.compared_positions, pieces[len(self.positions) :], strict=True):
             bucket.unpack(piece)
 
+    def join_excluded(self, rank: int, world_size: int, add_over_ranks: AddVectors) -> None:
+        """Replace the ids of this rank's excluded windows by those of all ranks; after ``reduce``.
+
+        Where no rank has any, which ``reduce`` told all of them, nothing is sent.
+        """
+        num_excluded = self.run.totals.num_excluded_windows
+        if not num_excluded:
+            return
+        counts_R = np.zeros(world_size, dtype=np.int64)
+        counts_R[rank] = len(self.excluded_W)
+        counts_R = add_over_ranks(counts_R)
+        assert counts_R.sum() == num_excluded
+        begin = int(counts_R[:rank].sum())
+        ids_W = np.zeros(num_excluded, dtype=np.int64)
+        ids_W[begin : begin + len(self.excluded_W)] = self.excluded_W
+        self.excluded_W = np.sort(add_over_ranks(ids_W))
+
+    def check_not_empty(self) -> None:
+        """See that something was scored, and not all left out; after ``reduce``.
+
+        Raises:
+            ValueError: if nothing is left to divide by.
+        """
+        totals = self.run.totals
+        weighted = self._plan.protocol.window_weights(self._plan.windows(0, 1)) is not None
+        if totals.num_excluded_windows and (not totals.num_tokens or weighted > bool(totals.window_weights)):
+            raise ValueError(
+                f"nan is 'exclude', and nothing is left: the NLL of {totals.num_excluded_windows} of"
+                f" {totals.num_excluded_windows + totals.num_windows} windows is not finite, those that are"
+                " left have no tokens to score. Try dtype=fp32, and look for NaN in the checkpoint"
+            )
+
     def check_coverage(self, expected_tokens: int, expected_windows: int) -> None:
-        """See that exactly the targets of the plan were scored, each once; after ``reduce``.
+        """See that exactly the targets of the plan were scored or left out, each once; after ``reduce``.
 
         Raises:
             RuntimeError: if not, which is a fault in this program.
         """
         totals = self.run.totals
-        same_number = (totals.num_tokens, totals.num_windows) == (expected_tokens, expected_windows)
-        if not same_number or (totals.scored_hash_sums != totals.expected_hash_sums).any():
+        num_tokens = totals.num_tokens + totals.num_excluded_tokens
+        num_windows = totals.num_windows + totals.num_excluded_windows
+        hash_sums = totals.scored_hash_sums + totals.excluded_hash_sums
+        same_number = (num_tokens, num_windows) == (expected_tokens, expected_windows)
+        if not same_number or (hash_sums != totals.expected_hash_sums).any():
             raise RuntimeError(
-                f"{totals.num_tokens} tokens in {totals.num_windows} windows were scored, but the plan has"
+                f"{num_tokens} tokens in {num_windows} windows were scored or excluded, but the plan has"
                 f" {expected_tokens} in {expected_windows}{' others' if same_number else ''}: a fault in this"
                 " program. No result was written"
             )

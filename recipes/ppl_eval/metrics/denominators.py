@@ -33,11 +33,16 @@ class CoveredText(NamedTuple):
     of: str
 
 
-def covered_text(plan: Plan, data: TokenData) -> CoveredText | None:
+def covered_text(plan: Plan, data: TokenData, excluded_W: IntArray | None = None) -> CoveredText | None:
     """Return bytes and words of each document, from its head to its last scored token.
 
     A document that is covered to its end counts as its original text was counted, one without a window as
-    nothing.
+    nothing. Of one with windows that are left out, the tokenised text that its other windows cover counts.
+
+    Args:
+        plan: the plan.
+        data: its tokens.
+        excluded_W: ids of the windows that are left out, ascending; None for none.
 
     Returns:
         None where the protocol leaves out text in between, or the text is not known (token files, a tokenizer
@@ -45,26 +50,52 @@ def covered_text(plan: Plan, data: TokenData) -> CoveredText | None:
     """
     if not plan.protocol.covers_text or data.num_bytes_D is None or data.num_words_D is None:
         return None
+    if excluded_W is None:
+        excluded_W = np.zeros(0, dtype=np.int64)
     num_windows_D = plan.windows_per_document()
+    excluded_document_W = plan.locate(excluded_W).document
+    num_excluded_D = np.bincount(excluded_document_W, minlength=len(num_windows_D))
+    # Of a document that is left out whole, nothing need be known.
+    num_windows_D[num_windows_D == num_excluded_D] = 0
     num_bytes_D = np.where(num_windows_D > 0, data.num_bytes_D[: len(num_windows_D)], 0)
     num_words_D = np.where(num_windows_D > 0, data.num_words_D[: len(num_windows_D)], 0)
     document_K = np.flatnonzero(num_windows_D)
     stop_K = plan.protocol.locate(plan.length_D[document_K], num_windows_D[document_K] - 1)[2]
     is_cut_K = stop_K < plan.length_D[document_K]
-    if is_cut_K.any():
+    has_gaps_K = num_excluded_D[document_K] > 0
+    is_counted_K = is_cut_K | has_gaps_K
+    if is_counted_K.any():
         if data.token_bytes is None or data.token_words is None:
             return None
-        cut_K, begin_K = document_K[is_cut_K], np.asarray(data.offsets_D1[document_K[is_cut_K]])
-        end_K = begin_K + stop_K[is_cut_K]
-        num_bytes_D[cut_K] = sums_between(data.token_bytes, begin_K, end_K)
-        num_words_D[cut_K] = 1 + sums_between(data.token_words, begin_K, end_K)
+        counted_K = document_K[is_counted_K]
+        begin_K = np.asarray(data.offsets_D1[counted_K])
+        end_K = begin_K + stop_K[is_counted_K]
+        num_bytes_D[counted_K] = sums_between(data.token_bytes, begin_K, end_K)
+        num_words_D[counted_K] = 1 + sums_between(data.token_words, begin_K, end_K)
+        if has_gaps_K.any():
+            partly_W = num_windows_D[excluded_document_W] > 0
+            _subtract(plan, data, excluded_W[partly_W], num_bytes_D, num_words_D)
     if data.labels is not None:
         of = "scored parts of samples"
     elif data.fingerprint["join"] is not None:
         of = "documents and the joins between them"
     else:
         of = "original documents" + ("; of one that is cut the tokenised text" if is_cut_K.any() else "")
+    if has_gaps_K.any():
+        of += "; of one with excluded windows the tokenised text of the others"
     return CoveredText(num_bytes_D, num_words_D, of)
+
+
+def _subtract(
+    plan: Plan, data: TokenData, excluded_W: IntArray, num_bytes_D: IntArray, num_words_D: IntArray
+) -> None:
+    """Take away what windows cover, neighbours together."""
+    for run_W in np.split(excluded_W, 1 + np.flatnonzero(np.diff(excluded_W) != 1)):
+        sizes = window_sizes(plan, data, int(run_W[0]), int(run_W[-1]) + 1)
+        assert sizes is not None
+        document_W = plan.locate(run_W).document
+        np.subtract.at(num_bytes_D, document_W, sizes[0])
+        np.subtract.at(num_words_D, document_W, sizes[1])
 
 
 def window_sizes(plan: Plan, data: TokenData, first: int, last: int) -> tuple[IntArray, IntArray] | None:

@@ -42,6 +42,8 @@ def figures(totals: Totals, num_bytes: int | None, num_words: int | None) -> dic
         "nll_sum_hex": nll_sum.hex(),
         "num_tokens": totals.num_tokens,
         "num_windows": totals.num_windows,
+        "num_excluded_tokens": totals.num_excluded_tokens,
+        "num_excluded_windows": totals.num_excluded_windows,
         "num_bytes": num_bytes,
         "num_words": num_words,
         "bits_per_byte": nll_sum / (num_bytes * math.log(2)) if num_bytes else None,
@@ -137,7 +139,7 @@ def all_figures(
     return found
 
 
-_BY_POSITION = ("perplexity", "ce_loss", "nll_sum", "num_tokens", "top1_accuracy")
+_BY_POSITION = ("perplexity", "ce_loss", "nll_sum", "num_tokens", "num_excluded_tokens", "top1_accuracy")
 
 
 def _compared(part: PartSums) -> dict[str, Any]:

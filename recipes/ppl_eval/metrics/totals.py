@@ -60,6 +60,8 @@ class WindowScores(NamedTuple):
         details_N: rank, most likely token and entropy of the scored targets (``nll.token_nll``); empty if
             they were not asked for.
         comparison: the scored targets beside a reference; None without one.
+        num_excluded_B: targets of windows that are left out (``finite.exclude``), which are not among the
+            scored ones; 0 for all others; int64. None where no window is left out.
     """
 
     nll_sum_B: FloatArray
@@ -70,6 +72,7 @@ class WindowScores(NamedTuple):
     correct_BT: IntArray | None = None
     details_N: tuple[npt.NDArray[Any], ...] = ()
     comparison: TokenComparison | None = None
+    num_excluded_B: IntArray | None = None
 
 
 def fixed_limbs(values: FloatArray) -> list[IntArray]:
@@ -148,7 +151,10 @@ class Totals:
         num_tokens: scored targets.
         num_windows: windows scored.
         num_correct: scored targets that were the most likely token.
+        num_excluded_tokens: targets of windows that were left out because their NLL is not finite.
+        num_excluded_windows: these windows; the other sums and counts have nothing of them.
         scored_hash_sums: set hash of the scored targets (see ``coverage``).
+        excluded_hash_sums: set hash of the targets that were left out.
         expected_hash_sums: set hash of the targets that the plan says must be scored.
     """
 
@@ -159,7 +165,10 @@ class Totals:
     num_tokens: int = 0
     num_windows: int = 0
     num_correct: int = 0
+    num_excluded_tokens: int = 0
+    num_excluded_windows: int = 0
     scored_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))
+    excluded_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))
     expected_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))
 
     def add(self, scores: WindowScores, weights_B: IntArray | None = None) -> None:
@@ -170,6 +179,12 @@ class Totals:
         self.num_tokens += int(tokens.sum())
         self.num_windows += len(tokens)
         self.num_correct += int(scores.num_correct_B.sum())
+        if scores.num_excluded_B is not None:
+            excluded_B = scores.num_excluded_B > 0
+            self.num_excluded_tokens += int(scores.num_excluded_B.sum())
+            self.num_excluded_windows += int(excluded_B.sum())
+            self.num_windows -= int(excluded_B.sum())
+            weights_B = None if weights_B is None else np.where(excluded_B, 0, weights_B)
         if weights_B is not None:
             mean_B = scores.nll_sum_B / np.maximum(tokens, 1)
             self.weighted_nll_fixed += to_fixed(mean_B * weights_B)

@@ -3,12 +3,17 @@
 A record is little endian and of one size in a run:
 
     window_id, num_tokens, num_correct   int64
+    num_excluded                         int64; targets of a window that is left out, else 0
     nll_sum, nll_sq_sum                  float64; nats, nats^2
-    scored_hash_sums                     4 x uint64; set hash of the window's scored targets (``coverage``)
+    scored_hash_sums                     4 x uint64; set hash of the window's targets (``coverage``)
     bucket_nll                           5 x int64 a position bucket; see ``fixed_limbs``
-    bucket_tokens, bucket_correct        int64 a position bucket
+    bucket_tokens, bucket_correct,
+    bucket_excluded                      int64 a position bucket
     the fields of a comparison           with a reference; see ``comparison.record_fields``
     check                                uint64 over all the rest
+
+A window that is left out (``finite.exclude``) has zeros for all but its targets: ``num_excluded``,
+``bucket_excluded`` and their hash.
 
 New fields come with a new ``VERSION``, which is part of what a ledger is known by.
 """
@@ -20,13 +25,14 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from ppl_eval.metrics import comparison
 from ppl_eval.metrics.totals import NUM_VALUE_LIMBS, WindowScores, fixed_limbs
 from ppl_eval.protocols import coverage
-from ppl_eval.protocols.base import IntArray
+from ppl_eval.protocols.base import BoolArray, IntArray
 from ppl_eval.protocols.batches import Batch
 
-VERSION = 3
+VERSION = 4
 # In the order of the fields of ``WindowScores``.
 WINDOW_SUMS = ("nll_sum", "nll_sq_sum", "num_tokens", "num_correct")
-_COUNTS, _SUMS = ("window_id", "num_tokens", "num_correct"), ("nll_sum", "nll_sq_sum")
+_COUNTS = ("window_id", "num_tokens", "num_correct", "num_excluded")
+_SUMS = ("nll_sum", "nll_sq_sum")
 
 Records = npt.NDArray[np.void]
 
@@ -42,6 +48,7 @@ def record_dtype(num_buckets: int = 0, compared: bool = False) -> np.dtype[np.vo
         ("bucket_nll", "<i8", (num_buckets, NUM_VALUE_LIMBS)),
         ("bucket_tokens", "<i8", (num_buckets,)),
         ("bucket_correct", "<i8", (num_buckets,)),
+        ("bucket_excluded", "<i8", (num_buckets,)),
     ]
     return np.dtype(
         [(name, "<i8") for name in _COUNTS]
@@ -69,7 +76,9 @@ def records_of(batch: Batch, scores: WindowScores, num_buckets: int = 0, bucket_
     records["num_tokens"], records["num_correct"] = scores.num_tokens_B, scores.num_correct_B
     records["nll_sum"], records["nll_sq_sum"] = scores.nll_sum_B, scores.nll_sq_sum_B
     records["scored_hash_sums"] = batch.scored_hash_sums_B4
-    scored_BT = batch.labels_BT[: len(records)].numpy() != CROSS_ENTROPY_IGNORE_IDX
+    if scores.num_excluded_B is not None:
+        records["num_excluded"] = scores.num_excluded_B
+    scored_BT, excluded_BT = targets_of(batch, scores)
     if compared is not None:
         assert scores.nll_BT is not None
         comparison.fill_records(records, scores.nll_BT, scored_BT, compared, bucket_width)
@@ -83,8 +92,19 @@ def records_of(batch: Batch, scores: WindowScores, num_buckets: int = 0, bucket_
                 records["bucket_nll"][:, index, limb] = values_BT.sum(axis=1)
             records["bucket_tokens"][:, index] = scored_BT[:, columns].sum(axis=1)
             records["bucket_correct"][:, index] = scores.correct_BT[:, columns].sum(axis=1)
+            records["bucket_excluded"][:, index] = excluded_BT[:, columns].sum(axis=1)
     records["check"] = check_numbers(records)
     return records
+
+
+def targets_of(batch: Batch, scores: WindowScores) -> tuple[BoolArray, BoolArray]:
+    """Return where a batch's windows have targets: those that are scored, and those that are left out; bool
+    [B, T] each."""
+    scored_BT = batch.labels_BT[: len(batch.window_ids_B)].numpy() != CROSS_ENTROPY_IGNORE_IDX
+    if scores.num_excluded_B is None:
+        return scored_BT, np.zeros_like(scored_BT)
+    excluded_B1 = (scores.num_excluded_B > 0)[:, None]
+    return scored_BT & ~excluded_B1, scored_BT & excluded_B1
 
 
 def whole_records(records: Records) -> Records:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ppl_eval.config.settings import Settings
 from ppl_eval.metrics import paired
+from ppl_eval.results import excluded
 from ppl_eval.results.table import check_output_dir
 
 EXIT_MISMATCH = 3
@@ -157,6 +158,9 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
         The exit code (0, ``EXIT_MISMATCH`` or ``EXIT_INCOMPARABLE``) and what to tell the person.
     """
     other_question = differences(result, baseline, _QUESTION)
+    left_out = excluded.difference(result, baseline)
+    if left_out is not None:
+        other_question.append(left_out)
     shared = result.get("against_baseline") if other_question else None
     if other_question and shared is None:
         listed = "\n".join(f"  {line}" for line in other_question)
@@ -167,6 +171,7 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
             f"{_INCOMPARABLE}\n{listed}",
         )
     where = ""
+    more = "" if left_out is None else f"\n{left_out}"
     if shared is None:
         ours, theirs = result["ce_loss"], baseline["ce_loss"]
         same = result["nll_sum_hex"] == baseline["nll_sum_hex"]
@@ -183,11 +188,11 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
     else:
         numbers = f"ce_loss{where} is {ours} here, {theirs} in the baseline ({numbers})"
     if same or (tolerance > 0 and drift <= tolerance):
-        return 0, f"agrees with the baseline{where}{': the same bits' if same else f': {numbers}'}"
+        return 0, f"agrees with the baseline{where}{': the same bits' if same else f': {numbers}'}{more}"
     if tolerance == 0 and is_quantized(result) and not is_quantized(baseline):
         return 0, (
             "quantised weights against a full-precision baseline: compared, not gated (baseline_tolerance"
-            f" sets a gate). {numbers}"
+            f" sets a gate). {numbers}{more}"
         )
     reasons = differences(result, baseline, _REASONS) or [
         "none of the recorded fields differ: same checkpoint, dtype, batch size, topology and versions."
@@ -196,7 +201,7 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
     listed = "\n".join(f"  {line}" for line in reasons)
     return (
         EXIT_MISMATCH,
-        f"does not agree with the baseline: {numbers}\nwhat differs between the two results:\n{listed}",
+        f"does not agree with the baseline: {numbers}{more}\nwhat differs between the two results:\n{listed}",
     )
 
 

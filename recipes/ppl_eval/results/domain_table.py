@@ -33,12 +33,17 @@ def domain_lines(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _left_out(part: Mapping[str, Any]) -> str:
+    left_out = part.get("num_excluded_tokens")
+    return f" ({left_out:,} left out)" if left_out else ""
+
+
 def _cells(name: str, part: Mapping[str, Any]) -> tuple[str, ...]:
     interval = part.get("bits_per_byte_interval_95")
     tokens, bits, perplexity = (part.get(key) for key in ("num_tokens", "bits_per_byte", "perplexity"))
     return (
         name,
-        "" if tokens is None else f"{tokens:,}",
+        "" if tokens is None else f"{tokens:,}" + _left_out(part),
         "" if bits is None else f"{bits:.5f}",
         "" if interval is None else f"{interval[0]:.5f} to {interval[1]:.5f}",
         "" if perplexity is None else perplexity if isinstance(perplexity, str) else f"{perplexity:.4f}",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval.config.files import write_json
+from ppl_eval.results import excluded
 
 NAME = "lengths.json"
 _FIGURES = (
@@ -17,6 +18,8 @@ _FIGURES = (
     "nll_sum_hex",
     "num_tokens",
     "num_windows",
+    "num_excluded_tokens",
+    "num_excluded_windows",
 )
 
 
@@ -43,6 +46,6 @@ def write_lengths(output_dirs: Sequence[str]) -> str:
         perplexity = perplexity if isinstance(perplexity, str) else f"{perplexity:.6f}"
         lines.append(
             f"  {row['max_seq_len']:>11}  {row['ce_loss']:>14.9f}  {stderr:>9}  {perplexity:>12}"
-            f"  {row['num_tokens']:,}"
+            f"  {row['num_tokens']:,}" + (f", left out: {text}" if (text := excluded.summary(row)) else "")
         )
     return "\n".join([*lines, f"  written to {path}"])

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.collectives import AddOverRanks
+from ppl_eval.distributed.rendezvous import World
 from ppl_eval.metrics import denominators
 from ppl_eval.metrics.window_records import Records
+from ppl_eval.protocols.base import IntArray
 from ppl_eval.results import records, tokens
 from ppl_eval.results.token_spool import SpooledTokens
 from ppl_eval.run.inputs import Inputs
@@ -20,8 +22,8 @@ def write_tables(
     own: Records,
     ledgers: Sequence[Path],
     *,
-    rank: int,
-    world_size: int,
+    excluded_W: IntArray,
+    world: World,
     add_over_ranks: AddOverRanks,
 ) -> None:
     """Write what each window, document and token scored, where asked for; all ranks take part.
@@ -31,8 +33,8 @@ def write_tables(
         inputs: tokens and plan.
         own: what this rank answers for (``Ledger.own``).
         ledgers: the ledgers' folders of this host, where its tokens are.
-        rank: this rank.
-        world_size: all ranks.
+        excluded_W: windows that are left out (``Accumulator.excluded_W``).
+        world: the processes.
         add_over_ranks: sums a vector over ranks.
 
     Raises:
@@ -41,18 +43,18 @@ def write_tables(
     output_dir, plan, data = Path(settings.output_dir), inputs.plan, inputs.data
     if settings.per_window or settings.per_document:
         records.write(
-            output_dir if rank == 0 else None,
+            output_dir if world.rank == 0 else None,
             own,
             plan,
             data,
-            covered=denominators.covered_text(plan, data),
+            covered=denominators.covered_text(plan, data, excluded_W),
             add_over_ranks=add_over_ranks,
             per_window=settings.per_window,
             per_document=settings.per_document,
         )
     if not settings.per_token:
         return
-    found = SpooledTokens(ledgers, own, rank)
+    found = SpooledTokens(ledgers, own, world.rank)
     if found.missing_W.any():
         raise ValueError(
             f"per_token: {', '.join(map(str, ledgers))}: {int(found.missing_W.sum())} windows are recorded"
@@ -64,7 +66,7 @@ def write_tables(
         plan,
         data,
         partial(token_texts, inputs.encoder),
-        rank=rank,
-        world_size=world_size,
+        rank=world.rank,
+        world_size=world.world_size,
         add_over_ranks=add_over_ranks,
     )

@@ -10,6 +10,7 @@
     stop         int64    one past the last token that was scored
     prefix       bool     whether a prefix token stood before ``start``
     num_tokens   int64    scored tokens (less than stop - score_start where labels mask some)
+    num_excluded int64    tokens of a window that is left out (its NLL is not finite; all else is 0), else 0
     num_correct  int64    scored tokens that were the most likely one
     nll_sum      double   their NLL, nats
     nll_sq_sum   double   sum of their squared NLL, nats^2
@@ -17,9 +18,9 @@
     num_words    int64    words of it
     content      int64    hash of the tokens that the model saw and of which of them were scored
 
-``documents.parquet``, one row a document that has a window: document, domain, num_windows, num_tokens,
-num_correct, num_bytes, num_words (null where the protocol leaves out text), nll_sum, ce_loss, perplexity,
-bits_per_byte.
+``documents.parquet``, one row a document that has a window: document, domain, num_windows (less those that
+are left out), num_tokens, num_excluded (tokens that are left out), num_correct, num_bytes, num_words (null
+where the protocol leaves out text), nll_sum, ce_loss, perplexity, bits_per_byte.
 
 The values of a window are float64 that one rank computed, so the files have the same content for any number
 of ranks. No file system need be shared: ranks send their rows to rank 0, some MB at a time.
@@ -54,15 +55,20 @@ _WINDOWS = pa.schema(
     + [("domain", pa.string())]
     + [(name, pa.int64()) for name in ("start", "score_start", "stop")]
     + [("prefix", pa.bool_())]
-    + [(name, pa.int64()) for name in ("num_tokens", "num_correct")]
+    + [(name, pa.int64()) for name in ("num_tokens", "num_excluded", "num_correct")]
     + [(name, pa.float64()) for name in ("nll_sum", "nll_sq_sum")]
     + [(name, pa.int64()) for name in ("num_bytes", "num_words", "content")]
 )
 _DOCUMENTS = pa.schema(
     [("document", pa.int64()), ("domain", pa.string())]
-    + [(name, pa.int64()) for name in ("num_windows", "num_tokens", "num_correct", "num_bytes", "num_words")]
+    + [(name, pa.int64()) for name in ("num_windows", "num_tokens", "num_excluded", "num_correct")]
+    + [(name, pa.int64()) for name in ("num_bytes", "num_words")]
     + [(name, pa.float64()) for name in ("nll_sum", "ce_loss", "perplexity", "bits_per_byte")]
 )
+
+
+# Of a record, in the order of the fields of ``Rows``.
+_SENT = ("num_tokens", "num_excluded", "num_correct", "nll_sum", "nll_sq_sum")
 
 
 class Rows(NamedTuple):
@@ -71,6 +77,7 @@ class Rows(NamedTuple):
     windows: Windows
     first: int
     num_tokens: IntArray
+    num_excluded: IntArray
     num_correct: IntArray
     nll_sum: npt.NDArray[np.float64]
     nll_sq_sum: npt.NDArray[np.float64]
@@ -92,15 +99,17 @@ def gather(
     for first in range(0, plan.num_windows, windows_at_once):
         last = min(first + windows_at_once, plan.num_windows)
         here = own[slice(*np.searchsorted(own["window_id"], [first, last]))]
-        rows = np.zeros((last - first, 5), dtype=np.int64)
+        rows = np.zeros((last - first, 1 + len(_SENT)), dtype=np.int64)
         place = here["window_id"] - first
         rows[place, 0] = 1
-        for column, name in enumerate(("num_tokens", "num_correct", "nll_sum", "nll_sq_sum"), start=1):
+        for column, name in enumerate(_SENT, start=1):
             rows[place, column] = here[name].view(np.int64)
         rows = add_over_ranks(rows.ravel()).reshape(rows.shape)
         assert (rows[:, 0] == 1).all(), "a window was recorded by no rank, or by more than one"
-        nll_sum, nll_sq_sum = (np.ascontiguousarray(rows[:, i]).view(np.float64) for i in (3, 4))
-        yield Rows(plan.windows(first, last), first, rows[:, 1], rows[:, 2], nll_sum, nll_sq_sum)
+        nll_sum, nll_sq_sum = (np.ascontiguousarray(rows[:, i]).view(np.float64) for i in (4, 5))
+        num_tokens, num_excluded, num_correct = (rows[:, i] for i in (1, 2, 3))
+        windows = plan.windows(first, last)
+        yield Rows(windows, first, num_tokens, num_excluded, num_correct, nll_sum, nll_sq_sum)
 
 
 def rounded_nll(own: Records, plan: Plan, precision: str, add_over_ranks: Reduce) -> float:
@@ -178,6 +187,7 @@ def _window_table(rows: Rows, plan: Plan, data: TokenData) -> pa.Table:
         "window_id": np.arange(rows.first, last),
         "domain": _domain_names(data, windows.document),
         "num_tokens": rows.num_tokens,
+        "num_excluded": rows.num_excluded,
         "num_correct": rows.num_correct,
         "nll_sum": rows.nll_sum,
         "nll_sq_sum": rows.nll_sq_sum,
@@ -220,18 +230,21 @@ class _Documents:
         document_K, first_K = np.unique(rows.windows.document, return_index=True)
         last_K = np.append(first_K[1:], len(rows.windows.document))
         for document, first, last in zip(document_K.tolist(), first_K.tolist(), last_K.tolist(), strict=True):
-            row = self._rows.setdefault(document, [0, 0, 0, []])
-            row[0] += last - first
-            row[1] += int(rows.num_tokens[first:last].sum())
-            row[2] += int(rows.num_correct[first:last].sum())
-            row[3] += rows.nll_sum[first:last].tolist()
+            row = self._rows.setdefault(document, [0, 0, 0, 0, []])
+            row[0] += int((rows.num_excluded[first:last] == 0).sum())
+            for column, values in enumerate((rows.num_tokens, rows.num_excluded, rows.num_correct), start=1):
+                row[column] += int(values[first:last].sum())
+            row[4] += rows.nll_sum[first:last].tolist()
         self.flush(int(document_K[-1]))
 
     def flush(self, before: int) -> None:
         """Write the documents with numbers below ``before``."""
         done = [document for document in self._rows if document < before]
         if done:
-            table = [self._figures(document, *self._rows.pop(document)) for document in done]
+            table = []
+            for document in done:
+                num_windows, *counts, nll_sums = self._rows.pop(document)
+                table.append(self._figures(document, num_windows, counts, nll_sums))
             columns: dict[str, Any] = {name: [row[name] for row in table] for name in _DOCUMENTS.names[2:]}
             columns["document"] = done
             columns["domain"] = _domain_names(self._data, np.array(done))
@@ -240,8 +253,9 @@ class _Documents:
             )
 
     def _figures(
-        self, document: int, num_windows: int, num_tokens: int, num_correct: int, nll_sums: list[float]
+        self, document: int, num_windows: int, counts: list[int], nll_sums: list[float]
     ) -> dict[str, Any]:
+        num_tokens, num_excluded, num_correct = counts
         nll_sum = math.fsum(nll_sums)
         num_bytes = num_words = None
         if self._covered is not None:
@@ -251,6 +265,7 @@ class _Documents:
         return {
             "num_windows": num_windows,
             "num_tokens": num_tokens,
+            "num_excluded": num_excluded,
             "num_correct": num_correct,
             "num_bytes": num_bytes,
             "num_words": num_words,

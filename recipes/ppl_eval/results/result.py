@@ -21,7 +21,7 @@ from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import Totals, resolve_precision
 from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols import coverage
-from ppl_eval.results import baseline, records, table
+from ppl_eval.results import baseline, excluded, records, table
 from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
 from ppl_eval.run import schedule
@@ -126,7 +126,7 @@ def build(
         "run": run_facts(state),
         "versions": versions(),
         "kernels": kernel_facts(state.device),
-        "notes": state.notes,
+        "notes": [*state.notes, *excluded.note(scored.accumulator, inputs)],
     }
 
 
@@ -147,7 +147,9 @@ def measured(
         rounded_nll: what the function of that name returned.
     """
     # Which part of the text a part of the run covers is not known.
-    covered = denominators.covered_text(inputs.plan, inputs.data) if settings.part is None else None
+    covered = None
+    if settings.part is None:
+        covered = denominators.covered_text(inputs.plan, inputs.data, sums.excluded_W)
     totals = sums.run.totals
     return {
         **figures.all_figures(sums, inputs.protocol, inputs.data, covered),
@@ -156,6 +158,8 @@ def measured(
         "coverage": {
             "expected_tokens": expected_tokens,
             "scored_tokens": totals.num_tokens,
+            "excluded_tokens": totals.num_excluded_tokens,
+            "excluded_windows": sums.excluded_W.tolist(),
             "sha256": coverage.digest(totals.scored_hash_sums, totals.num_tokens),
         },
         "aggregation": {
@@ -315,8 +319,9 @@ def _write_part(state: RunState, result: Mapping[str, Any]) -> None:
     settings = state.settings
     path = Path(settings.output_dir) / PART_RESULT
     write_json(path, {**result, "part": settings.part, "config": settings.as_dict()})
+    left_out = f"; left out: {text}" if (text := excluded.summary(result)) else ""
     print(
-        f"part {settings.part}: {result['num_windows']:,} windows, {result['num_tokens']:,} tokens;"
+        f"part {settings.part}: {result['num_windows']:,} windows, {result['num_tokens']:,} tokens{left_out};"
         f" written to {path.parent}. When all parts are done: ppl-eval merge {path.parent.parent} -o DIR",
         flush=True,
     )

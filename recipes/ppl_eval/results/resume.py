@@ -112,6 +112,9 @@ def take_over(ledger: Ledger, state: RunState, world: World) -> BoolArray:
         records = read_ledger(ledger.folder, ledger.num_buckets)
         first_window, last_window = state.share.windows
         records = records[slice(*np.searchsorted(records["window_id"], [first_window, last_window]))]
+        if state.settings.nan == "error":
+            # A record has the same bits under both rules, so the key does not know which one was in force.
+            records = records[records["num_excluded"] == 0]
         if state.settings.per_token:
             records = records[~SpooledTokens([ledger.folder], records).missing_W]
     done = np.zeros(plan.num_batches, dtype=np.bool_)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ppl_eval.results import excluded
 from ppl_eval.results.domain_table import domain_lines
 
 SCHEMA = 1
@@ -51,6 +52,7 @@ def table(result: Mapping[str, Any], *, with_memory: bool = False) -> str:
         ("ce_loss", f"{result['ce_loss']:.9g} nats per token"),
         ("nll_sum", f"{result['nll_sum']!r} nats ({result['nll_sum_hex']})"),
         ("tokens scored", f"{result['num_tokens']:,} of {coverage['expected_tokens']:,} expected, each once"),
+        ("left out", excluded.summary(result)),
         ("windows", f"{result['num_windows']:,} from {result['num_documents']:,} documents"),
         ("bits per byte", _number(result["bits_per_byte"])),
         ("byte perplexity", _number(result["byte_perplexity"])),

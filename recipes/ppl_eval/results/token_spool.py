@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from ppl_eval.metrics.totals import WindowScores
-from ppl_eval.metrics.window_records import Records
+from ppl_eval.metrics.window_records import Records, targets_of
 from ppl_eval.protocols.base import BoolArray, IntArray
 from ppl_eval.protocols.batches import Batch
 from ppl_eval.protocols.plan import Plan
@@ -70,7 +69,7 @@ def records_of(batch: Batch, scores: WindowScores, plan: Plan) -> npt.NDArray[An
     assert scores.nll_BT is not None
     first, last = int(batch.window_ids_B[0]), int(batch.window_ids_B[-1]) + 1
     windows = plan.windows(first, last)
-    window_N, column_N = np.nonzero(batch.labels_BT.numpy() != CROSS_ENTROPY_IGNORE_IDX)
+    window_N, column_N = np.nonzero(targets_of(batch, scores)[0])
     records = np.zeros(len(window_N), dtype=RECORD)
     records["window_id"] = first + window_N
     records["position"] = windows.start[window_N] + column_N + 1 - windows.prefix[window_N]

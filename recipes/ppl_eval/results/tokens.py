@@ -135,7 +135,7 @@ def gather(found: SpooledTokens, plan: Plan, add_over_ranks: Reduce, windows_at_
         for index in range(low, high):
             records = found.read(index)
             begin = begin_W[found.window_W[index] - first]
-            rows[begin : begin + len(records)] = records.view(np.int64).reshape(len(records), -1)[:, 1:]
+            rows[begin : begin + len(records)] = records.view(np.int64).reshape(-1, 1 + _COLUMNS)[:, 1:]
         rows = add_over_ranks(rows.ravel())
         yield Part(number, first, num_tokens_W, rows.view([(name, RECORD[name]) for name in _FIELDS]))
 

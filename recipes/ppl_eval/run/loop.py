@@ -14,10 +14,12 @@ from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import Totals, WindowScores
 from ppl_eval.metrics.window_records import Records, records_of
 from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
+from ppl_eval.run import nan_rule
 from ppl_eval.run.schedule import Schedule
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
-from ppl_eval.scoring.nll import ScoringModel, check_finite, score_batch
+from ppl_eval.scoring.finite import not_finite
+from ppl_eval.scoring.nll import ScoringModel, score_batch
 
 Keep = Callable[[Batch, WindowScores, Records, Totals], None]
 
@@ -44,7 +46,7 @@ def score(state: RunState, schedule: Schedule, keep: Keep) -> RankSums:
         keep: called with every batch that counts, what it scored, its records, and the totals so far.
 
     Raises:
-        ValueError: if the model gives a NaN or infinite NLL.
+        ValueError: if the model gives a NaN or infinite NLL, unless ``nan`` is ``exclude``.
     """
     settings, dims, inputs = state.settings, state.dims, state.inputs
     counted = dims.is_counted(state.world.rank)
@@ -56,7 +58,9 @@ def score(state: RunState, schedule: Schedule, keep: Keep) -> RankSums:
     for batch, scores in concurrency.map_concurrently(
         score_one, map(batches.__getitem__, schedule), schedule.num_batches, state.concurrent_batches
     ):
-        check_finite(batch, scores, state.world.where)
+        if not_finite(scores).any():
+            quiet = not counted or bool(accumulator.run.totals.num_excluded_windows)
+            scores = nan_rule.apply(state, batch, scores, quiet=quiet)
         activity.finished(batch.window_ids_B.tolist())
         if not counted:
             continue  # A peer scored the same windows, and counts them.
@@ -88,6 +92,7 @@ def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: Ad
         add_over_ranks: sums a vector over ranks.
 
     Raises:
+        ValueError: if all windows were excluded.
         RuntimeError: if they do not, which is a fault in this program.
     """
     inputs, dims, rank, accumulator = state.inputs, state.dims, state.world.rank, sums.accumulator
@@ -100,7 +105,10 @@ def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: Ad
         )
     begin = time.monotonic()
     accumulator.reduce(add_over_ranks)
+    accumulator.join_excluded(rank, state.world.world_size, add_over_ranks)
     seconds = time.monotonic() - begin
     first, last = state.share.windows
     accumulator.check_coverage(state.share.expected_tokens, last - first)
+    if state.settings.part is None:
+        accumulator.check_not_empty()
     return Scored(accumulator, tokens_here, sums.seconds, seconds)

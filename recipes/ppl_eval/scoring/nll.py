@@ -255,27 +255,6 @@ def score_batch(scorer: ScoringModel, batch: Batch, device: torch.device) -> Win
     return scores._replace(details_N=tuple(values_N.cpu().numpy() for values_N in details))
 
 
-def check_finite(batch: Batch, scores: WindowScores, where: str) -> None:
-    """Refuse a batch whose NLL is NaN or infinite, and say which window it is.
-
-    Args:
-        batch: the batch.
-        scores: what it scored.
-        where: this process, for the message.
-
-    Raises:
-        ValueError: names the window, its document and its place in it.
-    """
-    bad_B = ~np.isfinite(scores.nll_sum_B)
-    if bad_B.any():
-        bad = int(np.flatnonzero(bad_B)[0])
-        raise ValueError(
-            f"window {batch.window_ids_B[bad]} (document {batch.document_B[bad]}, from its token"
-            f" {batch.start_B[bad]}) has NLL {scores.nll_sum_B[bad]} on {where}: the model gives no finite"
-            " probability there. Try dtype=fp32, and look for NaN in the checkpoint"
-        )
-
-
 def window_scores(
     nll_N: torch.Tensor, correct_N: torch.Tensor, labels_BT: torch.Tensor, num_windows: int
 ) -> WindowScores:
