@@ -106,5 +106,7 @@ def write_random(config: Any, folder: Path, seed: int = 0) -> Any:
         for name, tensor in model.named_parameters():
             mean, std = (offset_norm, 0.3) if "norm" in name else (0.0, 0.7 if "embed" in name else 0.3)
             tensor.copy_(torch.empty_like(tensor).normal_(mean, std, generator=generator))
+        for name in model.state_dict().keys() & dict(model.named_buffers()).keys():
+            model.get_buffer(name).normal_(0.0, 0.3, generator=generator)
     model.save_pretrained(folder)
     return model

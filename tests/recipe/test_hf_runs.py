@@ -20,6 +20,10 @@ CASES = {
     "tokens": ["per_token=true", "max_windows=5", "protocol.max_seq_len=48"],
     "bf16": ["dtype=bf16", "max_windows=5", "batch_size=2"],
 }
+SPLITS = {
+    "cp": ["context_parallel_dim=2", "max_windows=13", "batch_size=2"],
+    "tp": ["tensor_parallel_dim=2", "max_windows=13", "batch_size=2"],
+}
 FSDP = ["data_parallel_shard_dim=2", "data_parallel_replicate_dim=1", "max_windows=13", "batch_size=2"]
 
 
@@ -56,9 +60,10 @@ def weights_hash(result):
 def test_same_bits_on_1_2_and_3_ranks_and_under_fsdp(model, tiny, tmp_path, private_home):
     config = config_of(model, tmp_path / "config.yaml", tiny.text)
     results = {}
+    splits = {name: SPLITS[name] for name in SPLITS if (name, model.name[:9]) != ("tp", "qwen3_moe")}
     common = CASES if model.name.startswith("qwen3_tied") else {"plain": CASES["plain"]}
     for ranks in (1, 2, 3):
-        cases = {**common, **({"fsdp": FSDP} if ranks == 2 else {})}
+        cases = {**common, **({"fsdp": FSDP, **splits} if ranks == 2 else {})}
         argvs = [
             ["--config", str(config), *overrides, f"output_dir={tmp_path / f'{ranks}_{name}'}"]
             for name, overrides in cases.items()
@@ -75,6 +80,10 @@ def test_same_bits_on_1_2_and_3_ranks_and_under_fsdp(model, tiny, tmp_path, priv
         assert len(found) == 1, name
     assert results[2, "fsdp"]["nll_sum_hex"] == results[1, "plain"]["nll_sum_hex"]
     assert weights_hash(results[2, "fsdp"]) == weights_hash(results[1, "plain"])
+    for name in splits:
+        found, plain = results[2, name], results[1, "plain"]
+        assert found["nll_sum"] == pytest.approx(plain["nll_sum"], rel=1e-6), name
+        assert weights_hash(found) == weights_hash(plain), name
     if "tokens" not in common:
         return
     tokens = pq.read_table(tmp_path / "2_tokens" / "tokens.parquet")

@@ -33,6 +33,7 @@ def attend(
     scale: float | None = None,
     query_offset: int = 0,
     queries_per_key: int = 1,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend like torchtune's ``MultiHeadAttention._attention_call``, whose place it takes.
 
@@ -54,6 +55,7 @@ def attend(
         scale: factor on the scores; None for D ** -0.5.
         query_offset: number of keys before the first query, when queries are a part of the sequence.
         queries_per_key: heads in a row that have the same keys and values, which may save work.
+        sinks_H: scores of a key without a value that every query of a head sees too (gpt-oss); None for none.
 
     Returns:
         The attended values, [B, H, T, D].
@@ -71,14 +73,15 @@ def attend(
     num_queries, num_keys = q_BHTD.shape[2], k_BHSD.shape[2]
     whole = mask is None and query_offset == 0 and num_queries == num_keys
     constants: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale}
-    if whole and q_BHTD.device.type == "cpu":
+    if whole and sinks_H is None and q_BHTD.device.type == "cpu":
         return _attend_on_cpu(q_BHTD, k_BHSD, v_BHSD, queries_per_key, **constants)
     if window is not None and window >= num_keys:
         constants["window"] = window = None
-    if whole and softcap is None and window is None:
+    if whole and softcap is None and window is None and sinks_H is None:
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=True, scale=scale)
     cuts = [(begin, begin + QUERY_BLOCK) for begin in range(0, num_queries, QUERY_BLOCK)]
-    return _attend_in_blocks(q_BHTD, k_BHSD, v_BHSD, mask, cuts, query_offset=query_offset, **constants)
+    constants |= {"query_offset": query_offset, "sinks_H": sinks_H}
+    return _attend_in_blocks(q_BHTD, k_BHSD, v_BHSD, mask, cuts, **constants)
 
 
 def _attend_on_cpu(
@@ -116,6 +119,7 @@ def _attend_in_blocks(
     softcap: float | None,
     scale: float | None,
     query_offset: int,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     num_queries, num_keys = q_BHTD.shape[2], k_BHSD.shape[2]
     blocks = []
@@ -126,10 +130,10 @@ def _attend_in_blocks(
         keys = slice(first_key, last_key)
         seen = _seen(queries, keys, mask, window=window, query_offset=query_offset, device=q_BHTD.device)
         q, k, v = q_BHTD[:, :, queries], k_BHSD[:, :, keys], v_BHSD[:, :, keys]
-        if softcap is None:
+        if softcap is None and sinks_H is None:
             blocks.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale))
         else:
-            blocks.append(_capped(q, k, v, seen, softcap=softcap, scale=scale))
+            blocks.append(_by_scores(q, k, v, seen, sinks_H, softcap=softcap, scale=scale))
     return torch.cat(blocks, dim=2)
 
 
@@ -153,13 +157,27 @@ def _seen(
     return seen_TS & mask_BTS[:, None, queries, keys]
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, softcap: float, scale: float | None) -> Tensor:
-    """Attend with soft-capped scores, as transformers' eager Gemma 2 does: the softmax in float32."""
+def _by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    sinks_H: Tensor | None,
+    *,
+    softcap: float | None,
+    scale: float | None,
+) -> Tensor:
+    """Attend with scores written out, as transformers' eager Gemma 2 and gpt-oss do; softmax in float32."""
     scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     # The lowest finite number: a query that sees nothing (padding of a packed sample) must not turn into NaN.
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    return torch.matmul(F.softmax(scores.float(), dim=-1).to(v.dtype), v)
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = F.softmax(scores.float(), dim=-1)[..., : k.shape[2]]
+    return torch.matmul(weights.to(v.dtype), v)
 
 
 def install(

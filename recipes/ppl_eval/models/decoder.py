@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-# (queries, keys, values; keyword arguments window, softcap, scale) -> attended values, all [B, H, T, D] with
-# as many heads as each has; the queries' order of heads puts those of one key head side by side.
+# (queries, keys, values; keyword arguments window, softcap, scale, and sinks_H where a layer has them) ->
+# attended values, all [B, H, T, D] with as many heads as each has; the queries' order of heads puts those of
+# one key head side by side.
 Attend = Callable[..., Tensor]
 
 
@@ -27,12 +28,16 @@ class TensorParallelLayout:
         split_inputs: names of linear layers of which each rank keeps some inputs; their results are summed.
         sizes: what must be divisible, by what it is called: heads, key-value heads, the width of the MLP.
         shrink: called with the number of ranks, to tell modules that count heads.
+        gathered_outputs: like ``split_outputs``, but every rank needs all outputs: they are gathered.
+        sliced_inputs: like ``split_inputs``, but every rank has all inputs, and takes its own.
     """
 
     split_outputs: Sequence[str]
     split_inputs: Sequence[str]
     sizes: Mapping[str, set[int]]
     shrink: Callable[[int], None]
+    gathered_outputs: Sequence[str] = ()
+    sliced_inputs: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,18 @@ class Decoder(ABC):
             ValueError: if the head does not give the model's own logits.
         """
 
+    def check_parts(self, positions_1T: Tensor, num_positions: int) -> None:  # noqa: B027
+        """Check, once in a forward after ``set_attention``, what could not be checked before; all ranks that
+        share sequences call it together.
+
+        Args:
+            positions_1T: this rank's part of a short sequence.
+            num_positions: its length.
+
+        Raises:
+            ValueError: if a sequence in parts does not give the hidden states of the whole.
+        """
+
     @abstractmethod
     def prepare(self, device: torch.device) -> None:
         """Choose kernels that suit the device; not called for a model that will be compiled."""
@@ -224,7 +241,11 @@ class Decoder(ABC):
         raise NotImplementedError
 
     def tensor_parallel_layout(self) -> TensorParallelLayout:
-        """Return how the layers are divided among ranks."""
+        """Return how the layers are divided among ranks.
+
+        Raises:
+            ValueError: where ``supports("tp")`` has a reason against it.
+        """
         raise NotImplementedError
 
     def apply_plan(self, mesh: DeviceMesh, plan: Mapping[str, Any]) -> None:

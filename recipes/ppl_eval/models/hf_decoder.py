@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppl_eval.models import cpu_activation, cpu_linear
-from ppl_eval.models.decoder import Asked, Decoder
+from ppl_eval.models import cpu_activation, cpu_linear, hf_attention, hf_tensor_parallel
+from ppl_eval.models.decoder import Asked, Attend, Decoder, TensorParallelLayout
 from ppl_eval.models.families import OWN_NAMES
 from ppl_eval.models.hf_weights import Reader, Weights, under_module_names
 
@@ -80,6 +80,7 @@ class HFDecoder(Decoder):
     longer_windows = ""
     # Some rotary embeddings change their tables in the forward.
     is_reentrant = False
+    _interface: hf_attention.Interface | None = None
 
     def __init__(self, module: Any, config: Mapping[str, Any]) -> None:
         super().__init__(module)
@@ -171,21 +172,62 @@ class HFDecoder(Decoder):
         return str(self._model.config._attn_implementation)
 
     def supports(self, axis: str) -> str | None:
-        """Refuse splits inside the model: data parallelism and FSDP are what there is."""
-        key = {"cp": "context_parallel_dim", "tp": "tensor_parallel_dim"}.get(axis, axis)
+        """Refuse what the model's code does not allow; data parallelism and FSDP are always there."""
+        if axis == "branches":
+            return super().supports(axis)
+        key, reason = {
+            "cp": ("context_parallel_dim", hf_attention.why_not(self._model, self._base)),
+            "tp": ("tensor_parallel_dim", hf_tensor_parallel.why_not(self._model, self._ends)),
+        }.get(axis, (axis, "ppl_eval.models.hf, which has plans of its own"))
+        if reason is None:
+            return None
         return (
-            f"{key} is not available for ppl_eval.models.hf; leave it out, and use data_parallel_shard_dim"
-            " for a model that does not fit one device"
+            f"{key} is not available for {reason}; leave it out, and use data_parallel_shard_dim for a model"
+            " that does not fit one device"
         )
+
+    @property
+    def _ends(self) -> tuple[str, str]:
+        return self._embedding_name, self._head_name
+
+    def tensor_parallel_layout(self) -> TensorParallelLayout:
+        """Read transformers' plan for the model."""
+        return hf_tensor_parallel.layout(self._model, self._ends)
 
     def stop_before_head(self) -> None:
         """Nothing: the base model ends there."""
 
     def hidden(self, tokens_BT: Tensor, positions_1T: Tensor | None, num_positions: int) -> Tensor:
         """Run the base model."""
-        assert positions_1T is None, "context parallelism was refused"
-        hidden_BTD: Tensor = self._base(input_ids=tokens_BT, use_cache=False)[0]
-        return hidden_BTD
+        if positions_1T is None:
+            hidden_BTD: Tensor = self._base(input_ids=tokens_BT, use_cache=False)[0]
+            return hidden_BTD
+        with hf_attention.rotated_by_length(self._base, num_positions):
+            part_BTD: Tensor = self._base(input_ids=tokens_BT, position_ids=positions_1T, use_cache=False)[0]
+        return part_BTD
+
+    def set_attention(self, attend: Attend) -> None:
+        """Have every layer attend through ``attend``, by transformers' attention interface."""
+        reason = self.supports("cp")
+        if reason is not None:
+            raise ValueError(reason)
+        self._interface = hf_attention.Interface(self._model.config, attend)
+
+    @torch.no_grad()
+    def check_parts(self, positions_1T: Tensor, num_positions: int) -> None:
+        """Hold hidden states of a part of a short sequence against those of the model's own attention.
+
+        Raises:
+            ValueError: if they differ by more than rounding.
+        """
+        assert self._interface is not None
+        tokens_BT = torch.arange(num_positions, device=positions_1T.device)[None] % self.vocab_size
+        with self._interface.aside():
+            whole_BTD = self.hidden(tokens_BT, None, num_positions)
+        part_BTD = self.hidden(tokens_BT[:, positions_1T[0]], positions_1T, num_positions)
+        self._interface.check_windows()
+        dtype = self.embed_unit().weight.dtype
+        hf_attention.check_difference(part_BTD, whole_BTD[:, positions_1T[0]], dtype)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """Multiply by the head's matrix, and apply the factor or cap of this kind of model."""

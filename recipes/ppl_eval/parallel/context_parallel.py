@@ -7,6 +7,7 @@ gathered keys and values of the heads in hand are all that grows with the whole 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from ppl_eval.models.decoder import Decoder
 
 # Gathered keys and values that exist at once, or those of one head where they are larger.
 _MAX_GATHERED_BYTES = 64 * 2**20
+# Tokens of each chunk of the sequence that a decoder checks itself on.
+_PROBE_CHUNK = 8
 
 
 def split_attention(decoder: Decoder, group: dist.ProcessGroup) -> None:
@@ -37,6 +40,16 @@ def split_attention(decoder: Decoder, group: dist.ProcessGroup) -> None:
     if reason is not None:
         raise ValueError(reason)
     decoder.set_attention(partial(attend_part, group=group))
+
+
+def check_parts(decoder: Decoder, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Have a split decoder check itself on a short sequence; all ranks of the group call it.
+
+    Raises:
+        ValueError: see ``Decoder.check_parts``.
+    """
+    part = Part(_PROBE_CHUNK * 2 * group.size(), group, device)
+    decoder.check_parts(part.position_T[None], part.num_positions)
 
 
 def positions(num_positions: int, cp: int, rank: int) -> torch.Tensor:
@@ -92,6 +105,7 @@ def attend_part(
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from this rank's part of the sequence to all of it.
 
@@ -103,6 +117,7 @@ def attend_part(
         window: see ``attention.attend``.
         softcap: see ``attention.attend``.
         scale: see ``attention.attend``.
+        sinks_H: see ``attention.attend``.
     """
     cp, chunk = group.size(), q_BHTD.shape[2] // 2
     queries_per_key = q_BHTD.shape[1] // k_BHTD.shape[1]
@@ -120,8 +135,9 @@ def attend_part(
                 k, v = (
                     x[:, head : head + 1, :stop].expand(-1, queries_per_key, -1, -1) for x in (keys, values)
                 )
+                sinks = None if sinks_H is None else sinks_H[queries]
                 out_BHTD[:, queries, part] = _attend_chunk(
-                    q_BHTD[:, queries, part], k, v, window=window, softcap=softcap, scale=scale
+                    *(q_BHTD[:, queries, part], k, v, sinks), window=window, softcap=softcap, scale=scale
                 )
     return out_BHTD
 
@@ -130,6 +146,7 @@ def _attend_chunk(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks_H: torch.Tensor | None,
     *,
     window: int | None,
     softcap: float | None,
@@ -137,12 +154,13 @@ def _attend_chunk(
 ) -> torch.Tensor:
     """Attend causally from the last queries of the keys' sequence."""
     num_queries, num_keys = q.shape[2], k.shape[2]
-    if q.is_cuda and window is None and softcap is None:
+    if q.is_cuda and window is None and softcap is None and sinks_H is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=causal_lower_right(num_queries, num_keys), scale=scale
         )
     offset = num_keys - num_queries
-    return attention.attend(q, k, v, window=window, softcap=softcap, scale=scale, query_offset=offset)
+    constants: dict[str, Any] = {"window": window, "softcap": softcap, "scale": scale, "sinks_H": sinks_H}
+    return attention.attend(q, k, v, query_offset=offset, **constants)
 
 
 def _gather(kv_2BHTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

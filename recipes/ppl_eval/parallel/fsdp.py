@@ -189,7 +189,8 @@ def load_parameters(
     weights: WeightsHash | None = None,
     speaks_for_peers: bool = True,
 ) -> None:
-    """Copy checkpoint tensors into the parameters, of each only the part that this rank keeps.
+    """Copy checkpoint tensors into the parameters, of each only the part that this rank keeps, and into the
+    buffers that checkpoints hold.
 
     Tensors are asked for one at a time and not kept: with a state dict that maps files on demand no rank ever
     has the whole model in memory, and it reads the pages of its own slices only (of a split along rows; one
@@ -230,6 +231,13 @@ def load_parameters(
         counted = rows_are_split or speaks_for_peers
         with weights.reading(name, whole, rows, counted=counted) if weights else nullcontext():
             target.copy_(tensor)
+    # Buffers are whole on every rank: the first part of each copy of the model counts them.
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            counted = weights is not None and weights.part == 0
+            with weights.reading(name, tensors[name], counted=counted) if weights else nullcontext():
+                buffer.copy_(tensors[name])
 
 
 def _tp_splits_rows(parameter: DTensor) -> bool:

@@ -46,12 +46,17 @@ def split_model(decoder: Decoder, group: dist.ProcessGroup) -> dict[str, Slice]:
     layout = decoder.tensor_parallel_layout()
     check_divides(layout.sizes, tp)
     slices: dict[str, Slice] = {}
-    for dim, names in enumerate((layout.split_outputs, layout.split_inputs)):
+    for dim, names, forward in (
+        (0, layout.split_outputs, None),
+        (0, layout.gathered_outputs, _gathered_linear),
+        (1, layout.split_inputs, _summed_linear),
+        (1, layout.sliced_inputs, _sliced_linear),
+    ):
         for name in names:
             linear = _linear(decoder.module, name)
             slices |= _keep_part(linear, name, dim, tp, rank)
-            if dim == 1:
-                linear.forward = partial(_summed_linear, linear, group)  # type: ignore[method-assign]
+            if forward is not None:
+                linear.forward = partial(forward, linear, group)  # type: ignore[method-assign]
     layout.shrink(tp)
     embedding, name = decoder.embed_unit(), decoder.embedding_name
     kept = _keep_part(embedding, name, 0, tp, rank)
@@ -77,10 +82,10 @@ def apply_plan(decoder: Decoder, mesh: DeviceMesh, plan: Mapping[str, ParallelSt
     Raises:
         ValueError: if heads do not divide, or the model cannot be split by a plan.
     """
-    check_divides(decoder.tensor_parallel_layout().sizes, mesh.size())
     reason = decoder.supports("tensor_parallel_plan")
     if reason is not None:
         raise ValueError(reason)
+    check_divides(decoder.tensor_parallel_layout().sizes, mesh.size())
     decoder.apply_plan(mesh, plan)
 
 
@@ -137,6 +142,18 @@ def _summed_linear(linear: nn.Linear, group: dist.ProcessGroup, x: torch.Tensor)
     out = cpu_linear.linear(x, linear.weight)
     dist.all_reduce(out, group=group)
     return out if linear.bias is None else out + linear.bias
+
+
+def _sliced_linear(linear: nn.Linear, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    start, stop = bounds(x.shape[-1], group.size(), group.rank())
+    return _summed_linear(linear, group, x[..., start:stop])
+
+
+def _gathered_linear(linear: nn.Linear, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
+    out = cpu_linear.linear(x, linear.weight, linear.bias)
+    parts = [torch.empty_like(out) for _ in range(group.size())]
+    dist.all_gather(parts, out.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
 
 
 def _summed_embedding(

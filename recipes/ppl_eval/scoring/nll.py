@@ -169,7 +169,7 @@ class ScoringModel(nn.Module):
         self.rows_per_chunk = rows_per_chunk(vocab_columns, dtype, max_logits_bytes, softmax)
         self.model.stop_before_head()
         # Not before the first forward: FSDP gathers nothing outside of one.
-        self._head_is_checked = False
+        self._head_is_checked = self._parts_are_checked = False
 
     def forward(
         self,
@@ -199,6 +199,9 @@ class ScoringModel(nn.Module):
                 hidden_BTD = self.model.hidden_of_branches(tokens_BT, input_pos_BT, mask_BTT)
             return self._score_hidden(hidden_BTD[scored_BT], labels_BT[scored_BT])
         assert mask_BTT is None
+        if not self._parts_are_checked:
+            context_parallel.check_parts(self.model, self.sequence_group, tokens_BT.device)
+            self._parts_are_checked = True
         part = context_parallel.Part(tokens_BT.shape[1], self.sequence_group, tokens_BT.device)
         part_tokens_BT, part_labels_BT, input_pos = part.take(tokens_BT, labels_BT)
         part_scored_BT = part_labels_BT != CROSS_ENTROPY_IGNORE_IDX
