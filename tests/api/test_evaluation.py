@@ -112,16 +112,16 @@ def test_a_failure_is_raised_on_all_ranks_and_the_next_call_works(config, of_rec
     with pytest.raises(InputError, match=r"max_windows differs between ranks: 9 on .*; 8 on"):
         evaluate(config, overrides={**own, **wrong})
     if dist.get_rank():
-        from ppl_eval.run import loop
+        from ppl_eval.run import forward
 
         def fail(*_):
             raise RuntimeError("this rank cannot go on")
 
-        kept, loop.score_batch = loop.score_batch, fail
+        kept, forward.score_batch = forward.score_batch, fail
     with pytest.raises(EvaluationError, match=r"rank 1 on .*while scoring window .*this rank cannot go on"):
         evaluate(config, overrides=own)
     if dist.get_rank():
-        loop.score_batch = kept
+        forward.score_batch = kept
     assert evaluate(config, overrides=own)["nll_sum_hex"] == of_recipe["nll_sum_hex"]
 
 

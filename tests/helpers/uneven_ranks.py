@@ -7,9 +7,9 @@ from pathlib import Path
 
 import distributed_ppl_eval
 from ppl_eval.results.ledger import Ledger
-from ppl_eval.run import loop
+from ppl_eval.run import forward
 
-score_batch, append = loop.score_batch, Ledger.append
+score_batch, append = forward.score_batch, Ledger.append
 
 
 def score_again_and_again(*args):
@@ -26,7 +26,7 @@ def append_after_the_other(self, records):
 
 
 if os.environ.get("RANK") == os.environ.get("SLOW", "1"):
-    loop.score_batch = score_again_and_again
+    forward.score_batch = score_again_and_again
     if "WAIT_FOR" in os.environ:
         Ledger.append = append_after_the_other
 

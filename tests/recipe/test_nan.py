@@ -201,6 +201,38 @@ def test_an_error_names_the_window_and_a_resumed_run_does_not_take_exclusions_ov
     assert "resumed: " in finished.output
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["data_parallel_shard_dim=2", "data_parallel_replicate_dim=1"],
+        ["context_parallel_dim=2"],
+        ["tensor_parallel_dim=2"],
+    ],
+    ids=["alone", "fsdp", "cp", "tp"],
+)
+def test_debug_nan_names_module_and_token(runs, excluded, tmp_path, overrides):
+    """In a rerun of the batch, or, where ranks that score other windows share the forward, in every one."""
+    folder, *_, env = runs
+    tokens = pq.read_table(folder / "clean" / "tokens.parquet").to_pylist()
+    (at,) = [
+        token["position"]
+        for token in tokens
+        if token["document"] == 1 and token["text"].strip() == nan_model.BROKEN
+    ]
+    argv = ["-m", "distributed_ppl_eval", "--config", str(folder / "broken.yaml"), "debug_nan=true"]
+    argv += [f"output_dir={tmp_path / 'out'}", "timeout_seconds=20", *overrides]
+    num_ranks = 2 if overrides else 1
+    finished = ranks([argv] * num_ranks, tmp_path, [env] * num_ranks)
+    assert set(finished.codes) == {2}, finished.output
+    (line,) = [line for line in finished.output.splitlines() if line.startswith("error: ")]
+    assert f"window {excluded[0]} (document 1, from its token" in line
+    assert "the first output that is not finite is that of tok_embeddings (" in line
+    assert "holds 64 values that are not finite" in line
+    if overrides != ["context_parallel_dim=2"]:
+        assert f"; first in window {excluded[0]}, at token {at} of its document" in line
+
+
 def test_nothing_left_is_an_error(runs, tmp_path):
     folder, *_, env = runs
     text = tmp_path / "text.txt"

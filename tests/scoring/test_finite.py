@@ -4,13 +4,34 @@ import numpy as np
 import pytest
 import torch
 
-from ppl_eval.metrics.totals import TokenComparison
+from ppl_eval.metrics.totals import TokenComparison, joined_scores
 from ppl_eval.metrics.window_records import records_of
 from ppl_eval.protocols.batches import Batch
 from ppl_eval.scoring import finite
 from ppl_eval.scoring.nll import window_scores
 
 LABELS_BT = torch.tensor([[3, -100, 3], [-100, 3, -100], [3, 3, -100]])
+
+
+def test_scores_of_parts_are_those_of_the_batch():
+    """A batch that went through the model in parts."""
+    batch, scores = batch_and_scores(16.0)
+    parts = []
+    for begin, targets in ((0, slice(0, 2)), (1, slice(2, 3)), (2, slice(3, 5))):
+        part = batch.part(begin, begin + 1)
+        assert part.window_ids_B.tolist() == [7 + begin]
+        nll_N = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])[targets]
+        own = window_scores(nll_N, torch.tensor([True, False, True, True, True])[targets], part.labels_BT, 1)
+        details = tuple(values_N[targets] for values_N in scores.details_N)
+        compared = TokenComparison._make(values_N[targets] for values_N in scores.comparison)
+        parts.append(own._replace(details_N=details, comparison=compared))
+    joined = joined_scores(parts)
+    for name in ("nll_sum_B", "nll_sq_sum_B", "num_tokens_B", "num_correct_B", "nll_BT", "correct_BT"):
+        assert np.array_equal(getattr(joined, name), getattr(scores, name))
+        assert getattr(joined, name).dtype == getattr(scores, name).dtype
+    assert joined.num_excluded_B is None
+    for ours, expected in zip((*joined.details_N, *joined.comparison), [np.arange(5)] * 7, strict=True):
+        assert np.array_equal(ours, expected)
 
 
 def batch_and_scores(bad: float):

@@ -96,6 +96,7 @@ class Settings:
     fsdp_reshard_after_forward: bool = True
     fsdp_cpu_offload: bool = False
     nan: str = _key("error", allowed=("error", "exclude"))
+    debug_nan: bool = False
     log_level: str = _key("INFO", allowed=("DEBUG", "INFO", "WARNING", "ERROR"))
     log_peak_memory_stats: bool = False
 
@@ -253,6 +254,11 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise ValueError(
             "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"
             " softmax=exact or tensor_parallel_dim=1"
+        )
+    if values["debug_nan"] and values["compile"] and values["data_parallel_shard_dim"] != 1:
+        raise ValueError(
+            "debug_nan watches every forward where data_parallel_shard_dim divides the model, which a"
+            " compiled one does not allow; use compile=false"
         )
     if values["part"] is not None and values["baseline"] is not None:
         raise ValueError("part and baseline cannot go together: only the whole of all parts is comparable")

@@ -10,11 +10,21 @@ from ppl_eval.distributed.outcome import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_SIGNA
 
 # Words of what gloo and nccl raise when a connection breaks: on ranks that did nothing wrong, too.
 _CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "timed out waiting")
-_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory")
+# The last is oneDNN's, which has room for the code of a kernel to ask for and gives no reason.
+_MEMORY_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "could not create a primitive",
+)
 
 
 class NoContact(ValueError):
     """Ranks could not exchange a first message: their network, or a rank that is gone."""
+
+
+class OutOfMemory(MemoryError):
+    """Memory ran out, and the message says what would fit."""
 
 
 def is_connection(error: BaseException) -> bool:
@@ -27,7 +37,7 @@ def is_connection(error: BaseException) -> bool:
 
 def is_for_person(error: BaseException) -> bool:
     """Return whether the message says it all, so that a traceback would only bury it."""
-    return isinstance(error, ValueError | OSError | KeyboardInterrupt) or _is_memory(error)
+    return isinstance(error, ValueError | OSError | KeyboardInterrupt) or is_out_of_memory(error)
 
 
 def explain(error: BaseException, where: str) -> Failure:
@@ -40,7 +50,10 @@ def explain(error: BaseException, where: str) -> Failure:
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", EXIT_SIGNAL + signal.SIGINT)
-    if _is_memory(error):
+    if isinstance(error, OutOfMemory):
+        text = f"{where} is out of memory in {activity.now.describe()}{notes}: {error}"
+        return Failure(text, EXIT_FAILED)
+    if is_out_of_memory(error):
         return Failure(
             f"{where} is out of memory in {activity.now.describe()}{notes}: {first_line(error)}. Less is"
             " needed with a smaller batch_size, protocol.max_seq_len or max_logits_mib; with the model"
@@ -65,7 +78,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__
 
 
-def _is_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory could not be had, of the host or of a device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _MEMORY_WORDS)

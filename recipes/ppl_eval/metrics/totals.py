@@ -10,6 +10,7 @@ a carry being lost.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,6 +74,24 @@ class WindowScores(NamedTuple):
     details_N: tuple[npt.NDArray[Any], ...] = ()
     comparison: TokenComparison | None = None
     num_excluded_B: IntArray | None = None
+
+
+def joined_scores(parts: Sequence[WindowScores]) -> WindowScores:
+    """Return the scores of neighbouring parts of a batch as those of the batch."""
+    if len(parts) == 1:
+        return parts[0]
+    found = [part.comparison for part in parts if part.comparison is not None]
+    fields: dict[str, Any] = {
+        name: np.concatenate(columns) if all(column is not None for column in columns) else None
+        for name in WindowScores._fields
+        if name not in ("details_N", "comparison")
+        for columns in [[getattr(part, name) for part in parts]]
+    }
+    details = zip(*(part.details_N for part in parts), strict=True)
+    fields["details_N"] = tuple(np.concatenate(columns) for columns in details)
+    if found:
+        fields["comparison"] = TokenComparison._make(map(np.concatenate, zip(*found, strict=True)))
+    return WindowScores(**fields)
 
 
 def fixed_limbs(values: FloatArray) -> list[IntArray]:

@@ -1,6 +1,6 @@
 """Windows to tensors: gather tokens, align labels, pad on the right."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ class Batch:
     document_B: IntArray
     start_B: IntArray
     scored_hash_sums_B4: coverage.HashSums
+
+    def part(self, begin: int, end: int) -> "Batch":
+        """Return the windows [begin, end) of the batch, padded as they are in it."""
+        return Batch(*(getattr(self, spec.name)[begin:end] for spec in fields(self)))
 
 
 class WindowBatches:

@@ -24,13 +24,21 @@ from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, excluded, records, table
 from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
-from ppl_eval.run import schedule
+from ppl_eval.run import forward, schedule
 from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.run.state import RunState, Scored
 
 PART_RESULT = "part.json"
-_ROW = ("data_seconds", "load_seconds", "score_seconds", "reduce_seconds", "num_tokens", "peak_memory_bytes")
+_ROW = (
+    "data_seconds",
+    "load_seconds",
+    "score_seconds",
+    "reduce_seconds",
+    "num_tokens",
+    "peak_memory_bytes",
+    "windows_at_once",
+)
 
 
 def build_metric_logger(section: DictConfig) -> Any:
@@ -68,6 +76,7 @@ def rank_row(state: RunState, scored: Scored) -> npt.NDArray[np.float64]:
         "reduce_seconds": scored.reduce_seconds,
         "num_tokens": scored.tokens_here,
         "peak_memory_bytes": peak_memory_bytes(state.device),
+        "windows_at_once": scored.windows_at_once,
     }
     return np.array([here[name] for name in _ROW], dtype=np.float64)
 
@@ -104,11 +113,12 @@ def build(
     """
     settings, inputs = state.settings, state.inputs
     expected_tokens = state.share.expected_tokens
+    windows_at_once = int(per_rank[:, _ROW.index("windows_at_once")].min())
     return {
         "schema": table.SCHEMA,
         "key": plan_key(plan_facts(state)),
         **measured(settings, inputs, scored.accumulator, expected_tokens, rounded_nll),
-        **_question(state),
+        **_question(state, windows_at_once),
         "model": _model(state),
         "quantizer": _quantizer(state),
         "dtype": settings.dtype,
@@ -126,7 +136,11 @@ def build(
         "run": run_facts(state),
         "versions": versions(),
         "kernels": kernel_facts(state.device),
-        "notes": [*state.notes, *excluded.note(scored.accumulator, inputs)],
+        "notes": [
+            *state.notes,
+            *excluded.note(scored.accumulator, inputs),
+            *forward.memory_note(state, windows_at_once),
+        ],
     }
 
 
@@ -181,7 +195,7 @@ def _rounded(totals: Totals, rounded_nll: float | None) -> dict[str, Any]:
     }
 
 
-def _question(state: RunState) -> dict[str, Any]:
+def _question(state: RunState, windows_at_once: int) -> dict[str, Any]:
     """Return what was measured: protocol, plan and data."""
     plan = state.inputs.plan
     return {
@@ -189,6 +203,7 @@ def _question(state: RunState) -> dict[str, Any]:
         "plan": {
             "batch_size": plan.batch_size,
             "num_batches": plan.num_batches,
+            "windows_at_once": windows_at_once,
             "resumed_batches": state.num_done,
             "max_windows": state.settings.max_windows,
             "whole": plan.is_whole,

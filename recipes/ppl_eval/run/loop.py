@@ -3,23 +3,19 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from ppl_eval.config import activity
-from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.totals import Totals, WindowScores
 from ppl_eval.metrics.window_records import Records, records_of
 from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
 from ppl_eval.run import nan_rule
+from ppl_eval.run.forward import Forwards
 from ppl_eval.run.schedule import Schedule
 from ppl_eval.run.state import RunState, Scored
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.finite import not_finite
-from ppl_eval.scoring.nll import ScoringModel, score_batch
 
 Keep = Callable[[Batch, WindowScores, Records, Totals], None]
 
@@ -31,10 +27,12 @@ class RankSums:
     Attributes:
         accumulator: its exact sums.
         seconds: how long it scored.
+        windows_at_once: see ``Forwards``.
     """
 
     accumulator: Accumulator
     seconds: float
+    windows_at_once: int
 
 
 def score(state: RunState, schedule: Schedule, keep: Keep) -> RankSums:
@@ -53,33 +51,21 @@ def score(state: RunState, schedule: Schedule, keep: Keep) -> RankSums:
     num_buckets = settings.position_buckets or 0
     accumulator = Accumulator(inputs.plan, inputs.data, num_buckets)
     batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
-    score_one = partial(_score_one, state.model.scorer, state.device)
+    forwards = Forwards(state)
     begin = time.monotonic()
-    for batch, scores in concurrency.map_concurrently(
-        score_one, map(batches.__getitem__, schedule), schedule.num_batches, state.concurrent_batches
+    for batch, (scores, watched) in concurrency.map_concurrently(
+        forwards, map(batches.__getitem__, schedule), schedule.num_batches, state.concurrent_batches
     ):
         if not_finite(scores).any():
             quiet = not counted or bool(accumulator.run.totals.num_excluded_windows)
-            scores = nan_rule.apply(state, batch, scores, quiet=quiet)
+            scores = nan_rule.apply(state, batch, scores, watched, quiet=quiet)
         activity.finished(batch.window_ids_B.tolist())
         if not counted:
             continue  # A peer scored the same windows, and counts them.
         records = records_of(batch, scores, num_buckets, accumulator.bucket_width)
         accumulator.add(records)
         keep(batch, scores, records, accumulator.run.totals)
-    return RankSums(accumulator, time.monotonic() - begin)
-
-
-def _score_one(scorer: ScoringModel, device: torch.device, batch: Batch) -> WindowScores:
-    try:
-        return score_batch(scorer, batch, device)
-    except Exception as error:
-        if len(batch.window_ids_B):
-            windows, documents = (
-                rank_ranges(sorted(set(ids.tolist()))) for ids in (batch.window_ids_B, batch.document_B)
-            )
-            error.add_note(f"while scoring window {windows} (document {documents})")
-        raise
+    return RankSums(accumulator, time.monotonic() - begin, forwards.windows_at_once)
 
 
 def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: AddOverRanks) -> Scored:
@@ -111,4 +97,4 @@ def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: Ad
     accumulator.check_coverage(state.share.expected_tokens, last - first)
     if state.settings.part is None:
         accumulator.check_not_empty()
-    return Scored(accumulator, tokens_here, sums.seconds, seconds)
+    return Scored(accumulator, tokens_here, sums.seconds, seconds, sums.windows_at_once)

@@ -108,9 +108,11 @@ class Scored:
         tokens_here: targets that this rank scored.
         score_seconds: how long this rank scored.
         reduce_seconds: how long the reduction took.
+        windows_at_once: most windows that went through this rank's model together in the end.
     """
 
     accumulator: Accumulator
     tokens_here: int
     score_seconds: float
     reduce_seconds: float
+    windows_at_once: int
