@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -167,6 +168,13 @@ def test_baseline_that_is_no_result(refuse, tmp_path):
     assert "baseline: cannot read" in refuse("baseline=nowhere.json")
     (tmp_path / "other.json").write_text("{}")
     assert "is not a result of this tool" in refuse(f"baseline={tmp_path / 'other.json'}")
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_logger_without_its_package_is_told_before_anything_is_read(refuse, tmp_path):
+    logger = "torchtune.training.metric_logging.WandBLogger"
+    said = refuse(f"metric_logger={logger}", f"checkpointer.checkpoint_dir={tmp_path / 'nowhere'}")
+    assert f"{logger} needs the package wandb, which is not installed: pip install wandb" in said
 
 
 def test_nan_is_located(refuse, copy):

@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import socket
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +49,28 @@ def test_parts_make_the_result_of_one_run(killed, parts, tmp_path):  # noqa: F81
     assert result["plan"].pop("num_parts") == 3
     (tmp_path / "result.json").write_text(json.dumps(result))
     assert everything(tmp_path)[0] == expected
+    # The parts ran as they say, one of them on two ranks; the merge is a run of its own.
+    run, of_parts = result["run"], result["run"]["parts"]
+    assert [part["part"] for part in of_parts] == ["1/3", "2/3", "3/3"]
+    assert [sum(len(host["ranks"]) for host in part["hosts"]) for part in of_parts] == [1, 2, 1]
+    assert {host["host"] for part in of_parts for host in part["hosts"]} == {socket.gethostname()}
+    assert all(Path(part["command"][0]).name == "many_runs.py" for part in of_parts)
+    assert all(part["start"] <= part["end"] <= run["start"] <= run["end"] for part in of_parts)
+    assert run["command"][1] == "merge"
+
+
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_logger_without_its_package_is_told_before_parts_are_read(parts, tmp_path):
+    from ppl_eval.commands.merge import merge
+
+    out = shutil.copytree(parts / "out", tmp_path / "out")
+    for path in out.glob("*/part.json"):
+        about = json.loads(path.read_text())
+        about["config"]["metric_logger"] = {"_component_": "torchtune.training.metric_logging.WandBLogger"}
+        path.write_text(json.dumps(about))
+        (ledger_of(path.parent) / "rank-0.bin").unlink()
+    with pytest.raises(ValueError, match=r"needs the package wandb.*: pip install wandb$"):
+        merge([out], tmp_path / "whole")
 
 
 def test_missing_doubled_foreign_and_damaged_parts_are_named(parts, tmp_path):

@@ -6,12 +6,14 @@ the config must be reachable; the model need not be.
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from omegaconf import OmegaConf
 
+from ppl_eval.config.components import instantiate
 from ppl_eval.config.parts import read_part
 from ppl_eval.config.settings import Settings, check
 from ppl_eval.distributed.agreement import rank_ranges
@@ -23,6 +25,7 @@ from ppl_eval.protocols.batches import expected_hash_sums
 from ppl_eval.results import excluded, parquet_files, result
 from ppl_eval.results.ledger import FOLDER, lock_output_dir, read_ledger
 from ppl_eval.results.previous import set_aside
+from ppl_eval.results.provenance import merged_facts
 from ppl_eval.results.resume import describe_differences, read_facts
 from ppl_eval.results.table import check_output_dir
 from ppl_eval.run.inputs import Inputs, read_inputs
@@ -61,8 +64,11 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
         ValueError: for a part that is missing, given twice, not whole, or of another evaluation, and for data
             that are not those of the parts.
     """
+    started = datetime.now(UTC)
     parts = check_parts([read for folder in folders for read in find_parts(folder)])
     settings = _settings(parts[0], output_dir)
+    section = settings.metric_logger
+    metric_logger = instantiate("metric_logger", section) if section is not None else None
     process = connect(settings.timeout_seconds)
     world, _ = meet(process, lambda: None, lambda _: {})
     inputs = read_inputs(settings, world)
@@ -93,8 +99,7 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
         measured = result.measured(settings, inputs, sums, inputs.expected_tokens, rounded_nll)
         joined = join_results([part.about for part in parts], measured)
         joined["notes"] += excluded.note(sums, inputs)
-        section = settings.metric_logger
-        metric_logger = result.build_metric_logger(section) if section is not None else None
+        joined["run"] = merged_facts(world, started, [part.about for part in parts])
         result.publish(settings, joined, output_dir / "result.json", metric_logger)
         if metric_logger is not None:
             metric_logger.close()
@@ -192,7 +197,12 @@ def join_results(parts: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]
     """Return the result of the whole: what was measured, and what the parts say of their runs."""
     joined = {**parts[0], **measured}
     del joined["part"], joined["config"]
-    joined["plan"] = {**joined["plan"], "resumed_batches": 0, "num_parts": len(parts)}
+    joined["plan"] = {
+        **joined["plan"],
+        "windows_at_once": min(part["plan"]["windows_at_once"] for part in parts),
+        "resumed_batches": 0,
+        "num_parts": len(parts),
+    }
     timings = [part["timing"] for part in parts]
     speed = {
         name: max(timing[name] for timing in timings)

@@ -113,6 +113,16 @@ def check_inside(section: str, plain: Mapping[Any, Any]) -> None:
         resolve_component(named)
 
 
+def _missing_package(error: BaseException | None) -> str | None:
+    """Return the package that was not there to import. torchtune raises errors of its own from the real
+    one."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None:
+            return error.name.partition(".")[0]
+        error = error.__cause__
+    return None
+
+
 def instantiate(section: str, node: DictConfig) -> Any:
     """Build a section's component from its arguments.
 
@@ -135,6 +145,12 @@ def instantiate(section: str, node: DictConfig) -> Any:
     except Exception as error:  # a damaged tokenizer.json is a plain Exception
         if component.__module__.startswith("ppl_eval."):
             raise
+        package = _missing_package(error)
+        if package is not None:
+            raise ValueError(
+                f"{section}: {node['_component_']} needs the package {package}, which is not installed: pip"
+                f" install {package}"
+            ) from error
         why = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{section}: {node['_component_']} cannot be built with {arguments}: {why}"

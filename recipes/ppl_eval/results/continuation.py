@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.results import baseline, ledger, previous, resume, status
 from ppl_eval.results.ledger import Ledger
-from ppl_eval.results.result import build_metric_logger
 from ppl_eval.run.facts import plan_facts
 from ppl_eval.run.share import share_of
 from ppl_eval.run.state import NOTHING_DONE, RunState, Source
@@ -23,14 +23,15 @@ def prepare(settings: Settings, world: World, resources: ExitStack) -> tuple[Map
         The baseline and the metric logger, None each where there is none.
 
     Raises:
-        ValueError: if the baseline cannot be read, or the folder cannot be written or is in use.
+        ValueError: if the baseline cannot be read, the logger cannot be built, its package being missing for
+            one, or the folder cannot be written or is in use.
     """
     if world.rank:
         status.begin(settings, world, resources)
         return None, None
     other, metric_logger = baseline.prepare(settings), None
     if settings.metric_logger is not None and settings.part is None:
-        metric_logger = build_metric_logger(settings.metric_logger)
+        metric_logger = instantiate("metric_logger", settings.metric_logger)
         resources.callback(metric_logger.close)
     resources.callback(ledger.lock_output_dir(Path(settings.output_dir)).release)
     status.begin(settings, world, resources)

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ppl_eval.distributed.rendezvous import World
 from ppl_eval.run.state import RunState
 
 _ROOT = Path(__file__).resolve().parents[3]
@@ -35,6 +36,20 @@ def run_facts(state: RunState) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "environment": {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_CBWR")},
         "kernels": {**state.model.scorer.model.kernels(), "concurrent_batches": state.concurrent_batches},
+    }
+
+
+def merged_facts(world: World, started: datetime, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the ``run`` section of a result that was joined from parts: where and by which command they were
+    joined, and under ``parts`` the same of each part's own run."""
+    return {
+        "start": started.isoformat(timespec="seconds"),
+        "end": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "working_directory": os.getcwd(),
+        "hosts": [{"host": node.host, "ranks": node.ranks} for node in world.nodes],
+        "git_commit": git_commit(_ROOT),
+        "parts": [{"part": part["part"], **part["run"]} for part in parts],
     }
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from omegaconf import DictConfig
 from torchtune.utils import get_logger
 
-from ppl_eval.config.components import instantiate
 from ppl_eval.config.environment import kernel_facts, peak_memory_bytes, versions
 from ppl_eval.config.files import write_json
 from ppl_eval.config.settings import Settings
@@ -39,18 +37,6 @@ _ROW = (
     "peak_memory_bytes",
     "windows_at_once",
 )
-
-
-def build_metric_logger(section: DictConfig) -> Any:
-    """Build the metric logger, before any work is done.
-
-    Raises:
-        ValueError: if its package is missing, or it cannot be built.
-    """
-    try:
-        return instantiate("metric_logger", section)
-    except ImportError as error:
-        raise ValueError(f"metric_logger: {error}") from error
 
 
 def check_comparable(inputs: Inputs, other: Mapping[str, Any] | None) -> None:
