@@ -53,7 +53,7 @@ def build(cache: Path) -> Path:
             "download",
             "--no-deps",
             "--no-binary",
-            ":all:",
+            SOURCE.partition("==")[0],
             "--dest",
             scratch,
         ]
