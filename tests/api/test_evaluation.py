@@ -55,7 +55,7 @@ def process_state():
         "default dtype": torch.get_default_dtype(),
         "warnings": list(warnings.filters),
         "grad": torch.is_grad_enabled(),
-        "gc": (gc.isenabled(), gc.get_freeze_count()),
+        "gc": (gc.isenabled(), gc.get_freeze_count() > 0),
     }
 
 

@@ -137,7 +137,9 @@ def _devices() -> list[Finding]:
     if built is None:
         return [*findings, Finding("cuda", "", "this torch is built for CPUs", _driver_remedy())]
     if not torch.cuda.is_available():
+        # The plain wheel of many releases is a CUDA build: without a driver it is one for CPUs.
         remedy = f"no GPU can be used by this torch, built for CUDA {built}: is the driver new enough?"
+        remedy = remedy if _has_driver() else ""
         return [*findings, Finding("cuda", built, "no device", remedy)]
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -154,9 +156,13 @@ def _mkl_remedy() -> str:
 
 
 def _driver_remedy() -> str:
-    if not Path("/proc/driver/nvidia/version").is_file():
+    if not _has_driver():
         return ""
     return "there is an NVIDIA driver: install a CUDA build of torch to use the GPU"
+
+
+def _has_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").is_file()
 
 
 def _limits() -> list[Finding]:

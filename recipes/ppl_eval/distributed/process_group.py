@@ -137,8 +137,10 @@ def be_patient(world: World) -> None:
 
 
 def _set_timeout(timeout: timedelta) -> None:
+    # Public from torch 2.14 on, where the older name warns.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
 
 
 def all_gather_rows(row: npt.NDArray[Number], world_size: int, device: torch.device) -> npt.NDArray[Number]:
