@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from helpers.family_models import CASES, SIZES, build, checkpoint
+from ppl_eval.models.engines import scorable
 from ppl_eval.scoring.load import prepare_for_device
 from ppl_eval.scoring.nll import ScoringModel
 
@@ -50,6 +51,7 @@ def test_batch_padding_and_threads_change_no_bit(case, dtype):
     decoder, *_ = build(case, checkpoint(case.name), dtype)
     prepare_for_device(decoder, torch.device("cpu"), compiled=False)
     model = ScoringModel(decoder, max_logits_bytes=2**16)
+    assert model.model.batch_dependence(torch.device("cpu")) is None
     texts = windows()
     torch.set_num_threads(1)
     expected = [score(model, [text], len(text) - 1)[0] for text in texts]
@@ -61,3 +63,22 @@ def test_batch_padding_and_threads_change_no_bit(case, dtype):
                 found = score(model, [texts[window] for window in ids], width)
                 for window, nll_T in zip(ids, found, strict=True):
                     assert torch.equal(nll_T, expected[window]), (threads, ids, width, window)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "told"),
+    [
+        ("llama3_2", torch.float64, "cpu", "products in float64"),
+        ("llama3_2", torch.float32, "cuda", "kernels of this cuda device"),
+        ("phi3", torch.float32, "cpu", "LongRoPE"),
+    ],
+)
+def test_where_nothing_is_promised_the_reason_is_told(name, dtype, device, told):
+    case = next(
+        case
+        for case in CASES
+        if case.name.startswith(name) and ("longrope" in str(case.settings)) == (name == "phi3")
+    )
+    decoder, *_ = build(case, checkpoint(case.name), dtype)
+    prepare_for_device(decoder, torch.device("cpu"), compiled=False)
+    assert told in (scorable(decoder).batch_dependence(torch.device(device)) or "")

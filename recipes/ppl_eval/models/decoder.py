@@ -147,6 +147,11 @@ class Decoder(ABC):
         """Return which functions compute what engines leave open, by what they compute; for the result."""
         return {}
 
+    def batch_dependence(self, device: torch.device) -> str | None:
+        """Return why the bits of a window may depend on the windows that it is batched with and on padding,
+        in words for the result; None where they do not. For a model that holds its weights."""
+        return f"{self.engine} computes, whose kernels may be chosen by the shape of a batch"
+
     def notes_on(self, dtype: torch.dtype) -> list[str]:
         """Return what a reader must know about computing in this dtype."""
         return []

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import training
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
@@ -66,6 +67,23 @@ class TorchtuneDecoder(Decoder):
                 rotates.add(_name_of(type(embedding)))
             multiplies |= {_name_of(type(part)) for part in layer.modules() if isinstance(part, nn.Linear)}
         return {"attention": sorted(attends), "rotary": sorted(rotates), "linear": sorted(multiplies)}
+
+    def batch_dependence(self, device: torch.device) -> str | None:
+        """Promise the same bits where every kernel is one of those that ``prepare`` chooses on a CPU."""
+        if device.type != "cpu" or not cpu_linear.is_available():
+            return f"kernels of this {device.type} device are chosen by the shape of a batch"
+        weights = list(self.module.parameters())
+        # FSDP's are plain ones while a layer computes.
+        if any(type(weight.data) not in (Tensor, DTensor) for weight in weights):
+            return "quantised weights have products of their own"
+        others = {weight.dtype for weight in weights} - {torch.float32, torch.bfloat16}
+        if others:
+            return (
+                f"products in {str(others.pop()).removeprefix('torch.')} are chosen by the shape of a batch"
+            )
+        if any(getattr(module, "long_factor", None) is not None for module in self.module.modules()):
+            return "the longest window of a batch chooses the factors of its rotary embedding (LongRoPE)"
+        return None
 
     def notes_on(self, dtype: torch.dtype) -> list[str]:
         """Say what stays in float32."""

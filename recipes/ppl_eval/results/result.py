@@ -23,7 +23,7 @@ from ppl_eval.results import baseline, excluded, records, table
 from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
 from ppl_eval.run import forward, schedule
-from ppl_eval.run.facts import plan_facts
+from ppl_eval.run.facts import batch_dependence, plan_facts
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.run.state import RunState, Scored
 
@@ -190,6 +190,7 @@ def _question(state: RunState, windows_at_once: int) -> dict[str, Any]:
             "batch_size": plan.batch_size,
             "num_batches": plan.num_batches,
             "windows_at_once": windows_at_once,
+            "batch_dependence": batch_dependence(state),
             "resumed_batches": state.num_done,
             "max_windows": state.settings.max_windows,
             "whole": plan.is_whole,

@@ -72,6 +72,16 @@ def plan_facts(state: RunState) -> dict[str, Any]:
     }
 
 
+def batch_dependence(state: RunState) -> str | None:
+    """Return why the bits of a window may depend on its batch, in words; None where they do not
+    (docs/exactness.md)."""
+    if state.settings.compile:
+        return "a compiler makes kernels by the shape of a batch"
+    if state.dims.tp > 1 or state.dims.cp > 1:
+        return "tensor and context parallelism cut a batch by its shape"
+    return state.model.scorer.model.batch_dependence(state.device)
+
+
 def _hash_of(value: Any) -> str | None:
     if value is None:
         return None
