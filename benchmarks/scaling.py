@@ -153,7 +153,7 @@ def plan_on(world_size: int, plan: Plan) -> dict[str, float]:
         own = batches_of(dims.dp_rank(0), dims.dp_degree, range(plan.num_batches), equal_steps=True)
         for batch in own:
             if batch != DUMMY_BATCH:
-                plan.batch_windows(batch)
+                plan.locate(plan.batch_ids(batch))
         seconds = time.perf_counter() - begin
         kib = tracemalloc.get_traced_memory()[1] / 1024
         tracemalloc.stop()

@@ -102,14 +102,17 @@ def score(
     plan = make_plan(protocol, data.offsets_D1, batch_size)
     batches = WindowBatches(plan, data, prefix_token(protocol, encoder))
     model = ScoringModel(decoder, max_logits_bytes=1 << 20)
-    totals, found = Totals(), []
+    totals, found, ids = Totals(), [], []
     for index in range(len(batches)):
         batch = batches[index]
         nll_N, correct_N = model(batch.tokens_BT, batch.labels_BT)
         scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
         totals.add(scores, protocol.window_weights(plan.locate(batch.window_ids_B)))
         found.append(scores)
-    windows = WindowScores(*(np.concatenate(column) for column in zip(*(s[:4] for s in found), strict=True)))
+        ids.append(batch.window_ids_B)
+    order = np.argsort(np.concatenate(ids))
+    columns = zip(*(scores[:4] for scores in found), strict=True)
+    windows = WindowScores(*(np.concatenate(column)[order] for column in columns))
     assert totals.num_tokens == plan.expected_targets()
     figures = protocol.figures(totals.scored_sums(int(data.num_words_D.sum())))
     return Scored(totals, data, windows, figures, notes)

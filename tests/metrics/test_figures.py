@@ -16,7 +16,7 @@ from ppl_eval.metrics import figures as metrics
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.denominators import CoveredText
 from ppl_eval.metrics.totals import WindowScores
-from ppl_eval.metrics.window_records import records_of
+from ppl_eval.metrics.window_records import in_order, records_of
 from ppl_eval.protocols.base import Protocol
 from ppl_eval.protocols.batches import Batch, WindowBatches, expected_hash_sums
 from ppl_eval.protocols.plan import Plan, make_plan
@@ -65,7 +65,7 @@ def recorded(batch: Batch, sums: Accumulator) -> np.ndarray:
 def records_by_rank(plan: Plan, data: TokenData, num_ranks: int) -> list[np.ndarray]:
     batches = WindowBatches(plan, data, prefix_token=1)
     found = [records_of(batches[index], scored(batches[index])) for index in range(plan.num_batches)]
-    return [np.concatenate([found[0][:0], *found[rank::num_ranks]]) for rank in range(num_ranks)]
+    return [in_order(np.concatenate([found[0][:0], *found[rank::num_ranks]])) for rank in range(num_ranks)]
 
 
 def accumulators(plan: Plan, data: TokenData, num_ranks: int, **asked) -> list[Accumulator]:

@@ -28,11 +28,13 @@ def test_tensors():
 
 def test_context_is_seen_and_not_scored():
     made = batches(counted_tokens(9, 4), protocols.strided(4, 2, weighting="hf_doc"))
-    assert made[1].tokens_BT.tolist() == [[104, 105, 106, 0], [106, 107, 0, 0]]
-    assert made[1].labels_BT.tolist() == [[-100, 106, 107, -100], [-100, 108, -100, -100]]
-    # The window of the second document does not see the first.
-    assert made[2].tokens_BT.tolist() == [[109, 110, 111, 0]]
-    assert (made[2].document_B.tolist(), made[2].start_B.tolist()) == ([1], [0])
+    # The window of the second document does not see the first; the shortest of all comes last.
+    assert made[1].tokens_BT.tolist() == [[104, 105, 106, 0], [109, 110, 111, 0]]
+    assert made[1].labels_BT.tolist() == [[-100, 106, 107, -100], [110, 111, 112, -100]]
+    assert (made[1].document_B.tolist(), made[1].start_B.tolist()) == ([0, 1], [4, 0])
+    assert made[2].tokens_BT.tolist() == [[106, 107, 0, 0]]
+    assert made[2].labels_BT.tolist() == [[-100, 108, -100, -100]]
+    assert (made[1].window_ids_B.tolist(), made[2].window_ids_B.tolist()) == ([2, 4], [3])
 
 
 def test_the_prefix_token_stands_before_its_window():

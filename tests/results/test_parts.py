@@ -87,7 +87,7 @@ def test_missing_doubled_foreign_and_damaged_parts_are_named(parts, tmp_path):
             one,
             two,
             damaged,
-        ): f"part 3/3 in {damaged} should hold the records of the windows 24 to 36, and 1 of",
+        ): f"part 3/3 in {damaged} should hold the records of 13 windows between ",
         (tmp_path / "nothing",): "holds no finished part",
     }
     from ppl_eval.commands.merge import merge

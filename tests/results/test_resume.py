@@ -22,8 +22,9 @@ from results.test_ledger import HELD_RUN, records, written
 
 DIES_ONCE = str(Path(__file__).parents[1] / "helpers" / "dies_once.py")
 NUM_BUCKETS = 3
-# 37 windows, 19 batches, of two domains; all figures and files that there are.
+# 37 windows of unlike lengths, 19 batches, of two domains; all figures and files that there are.
 KEYS = {
+    "protocol": {"_component_": "ppl_eval.protocols.rolling", "max_seq_len": 64},
     "max_windows": 37,
     "batch_size": 2,
     "per_window": True,

@@ -20,7 +20,7 @@ from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.process import connect
 from ppl_eval.distributed.rendezvous import meet
 from ppl_eval.metrics.accumulator import Accumulator
-from ppl_eval.metrics.window_records import Records
+from ppl_eval.metrics.window_records import Records, in_order
 from ppl_eval.protocols.batches import expected_hash_sums
 from ppl_eval.results import excluded, parquet_files, result
 from ppl_eval.results.ledger import FOLDER, lock_output_dir, read_ledger
@@ -73,7 +73,7 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
     world, _ = meet(process, lambda: None, lambda _: {})
     inputs = read_inputs(settings, world)
     _check_inputs(parts[0], inputs)
-    records = np.concatenate([_read_records(part, inputs, settings) for part in parts])
+    records = in_order(np.concatenate([_read_records(part, inputs, settings) for part in parts]))
     sums = Accumulator(inputs.plan, inputs.data, settings.position_buckets or 0)
     sums.add(records)
     sums.run.totals.expected_hash_sums = expected_hash_sums(inputs.plan, inputs.data, 0, 1)
@@ -179,14 +179,14 @@ def _check_inputs(part: Part, inputs: Inputs) -> None:
 
 
 def _read_records(part: Part, inputs: Inputs, settings: Settings) -> Records:
-    first, last = share_of(part.about["part"], inputs).windows
+    wanted = np.sort(inputs.plan.ids(*share_of(part.about["part"], inputs).places))
     records = read_ledger(part.ledger, settings.position_buckets or 0)
-    if not np.array_equal(records["window_id"], np.arange(first, last)):
-        missing = np.setdiff1d(np.arange(first, last), records["window_id"])
+    if not np.array_equal(records["window_id"], wanted):
+        missing = np.setdiff1d(wanted, records["window_id"])
         raise ValueError(
-            f"{part.name} should hold the records of the windows {first} to {last - 1}, and"
-            f" {len(missing)} of them are missing or damaged in {part.ledger}: run the part again, which"
-            " scores what is missing"
+            f"{part.name} should hold the records of {len(wanted)} windows between {wanted[0]} and"
+            f" {wanted[-1]}, and {len(missing)} of them are missing or damaged in {part.ledger}: run the part"
+            " again, which scores what is missing"
             if len(missing)
             else f"{part.name} holds records of windows that are not its own"
         )

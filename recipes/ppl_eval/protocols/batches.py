@@ -66,13 +66,13 @@ class WindowBatches:
                 none,
                 np.zeros((0, coverage.NUM_HASH_SUMS), dtype=np.uint64),
             )
-        windows = self.plan.batch_windows(batch)
+        window_ids = self.plan.batch_ids(batch)
+        windows = self.plan.locate(window_ids)
         tokens_BT, labels_BT = self._tensors(windows)
-        first = batch * self.plan.batch_size
         return Batch(
             torch.from_numpy(tokens_BT),
             torch.from_numpy(labels_BT),
-            np.arange(first, first + len(windows.start), dtype=np.int64),
+            window_ids,
             windows.document,
             windows.start,
             scored_hash_sums(windows, self.data),
@@ -131,7 +131,7 @@ def masked_targets(plan: Plan, data: TokenData, span: tuple[int, int] | None = N
     Args:
         plan: the plan.
         data: its tokens.
-        span: [first, last) of the windows to look at; None for all.
+        span: [first, last) of the places whose windows to look at (``Plan.ids``); None for all.
     """
     if data.labels is None:
         return 0
@@ -139,7 +139,7 @@ def masked_targets(plan: Plan, data: TokenData, span: tuple[int, int] | None = N
     step = max(1, (1 << 20) // plan.protocol.max_seq_len)
     begin_at, end_at = span or (0, plan.num_windows)
     for first in range(begin_at, end_at, step):
-        windows = plan.windows(first, min(first + step, end_at))
+        windows = plan.locate(plan.ids(first, min(first + step, end_at)))
         begin = data.offsets_D1[windows.document]
         # Running counts of masked labels over the span of these windows: a difference of two is a window's.
         low, high = int((begin + windows.score_start).min()), int((begin + windows.stop).max())
@@ -155,7 +155,7 @@ def expected_hash_sums(
 ) -> coverage.HashSums:
     """Return this rank's share of the set hash of all targets of the plan.
 
-    The share is a run of neighbouring windows, not the batches that the rank scores, so that the sum over
+    The share is a run of neighbouring places, not the batches that the rank scores, so that the sum over
     ranks checks the sharding and not only the arithmetic.
 
     Args:
@@ -163,7 +163,7 @@ def expected_hash_sums(
         data: its tokens.
         rank: data-parallel rank.
         num_replicas: data-parallel degree.
-        span: [first, last) of the windows that are shared out; None for all.
+        span: [first, last) of the places whose windows are shared out (``Plan.ids``); None for all.
     """
     begin, end = span or (0, plan.num_windows)
     first, last = (begin + (end - begin) * r // num_replicas for r in (rank, rank + 1))
@@ -171,5 +171,6 @@ def expected_hash_sums(
     # About 2^20 targets at a time, so that memory stays flat.
     step = max(1, (1 << 20) // plan.protocol.max_seq_len)
     for start in range(first, last, step):
-        sums += scored_hash_sums(plan.windows(start, min(start + step, last)), data).sum(axis=0)
+        windows = plan.locate(plan.ids(start, min(start + step, last)))
+        sums += scored_hash_sums(windows, data).sum(axis=0)
     return sums

@@ -1,5 +1,10 @@
 """Windows to batches: a pure function of document lengths, protocol and batch size, never of the number of
-ranks."""
+ranks.
+
+A batch is as wide as its longest window, so batches are made of windows of like length: of every group of
+neighbouring windows, batches take the longest first. Groups rather than the whole run, so that any batch can
+be told without a list of all windows.
+"""
 
 from dataclasses import dataclass
 
@@ -10,12 +15,14 @@ from ppl_eval.protocols.base import IntArray, Protocol, Windows
 
 # Windows looked at together when the whole plan is walked: some MB of index arrays, however long the plan.
 _CHUNK = 1 << 18
+# Batches of a group: the more, the more alike the windows of a batch, and the longer the sort that finds one.
+_BATCHES_OF_GROUP = 256
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Random access to the windows of a run: batch b holds the windows [b * batch_size, (b + 1) *
-    batch_size).
+    """Random access to the windows of a run: batch b holds those at the places [b * batch_size, (b + 1) *
+    batch_size) of the order in which batches take windows.
 
     Attributes:
         protocol: where the windows of a document lie.
@@ -60,10 +67,43 @@ class Plan:
         )
         return Windows(document, start, score_start, stop, prefix)
 
-    def batch_windows(self, batch: int) -> Windows:
-        """The windows of one batch."""
+    def batch_ids(self, batch: int) -> IntArray:
+        """The ids of the windows of one batch."""
         first = batch * self.batch_size
-        return self.windows(first, min(first + self.batch_size, self.num_windows))
+        return self.ids(first, min(first + self.batch_size, self.num_windows))
+
+    def ids(self, first: int, last: int) -> IntArray:
+        """The ids of the windows at the places [first, last) of the order in which batches take them."""
+        assert 0 <= first <= last <= self.num_windows, (first, last, self.num_windows)
+        if self.batch_size == 1:
+            return np.arange(first, last, dtype=np.int64)
+        begin, end = self._groups(first, last)
+        window_ids = np.arange(begin, end, dtype=np.int64)
+        # Stable: windows of one length stay in their order.
+        order = np.lexsort((-self.locate(window_ids).num_inputs, window_ids // self._group_size))
+        return window_ids[order[first - begin : last - begin]]
+
+    def places(self, window_id: IntArray) -> IntArray:
+        """The places of windows, by their ids, in the order in which batches take them."""
+        if self.batch_size == 1 or not len(window_id):
+            return window_id
+        places = np.empty_like(window_id)
+        step = max(1, _CHUNK // self._group_size) * self._group_size
+        for chunk in np.unique(window_id // step):
+            first, last = int(chunk) * step, min((int(chunk) + 1) * step, self.num_windows)
+            place_of = np.empty(last - first, dtype=np.int64)
+            place_of[self.ids(first, last) - first] = np.arange(first, last)
+            here = (window_id >= first) & (window_id < last)
+            places[here] = place_of[window_id[here] - first]
+        return places
+
+    @property
+    def _group_size(self) -> int:
+        return self.batch_size * _BATCHES_OF_GROUP
+
+    def _groups(self, first: int, last: int) -> tuple[int, int]:
+        size = self._group_size
+        return first // size * size, min(-(-last // size) * size, self.num_windows)
 
     def notes(self) -> list[str]:
         """What a reader of the result must know about windows, tails and samples that are left out."""
@@ -80,12 +120,16 @@ class Plan:
         """
         cut = int(np.searchsorted(self.first_window_D1, self.num_windows, side="right")) - 1
         whole = int(self.protocol.num_targets(self.length_D[:cut]).sum(dtype=np.int64))
-        return whole + self.targets_between(int(self.first_window_D1[cut]), self.num_windows)
-
-    def targets_between(self, first: int, last: int) -> int:
-        """Targets of the windows [first, last), before any label mask, counted window by window."""
-        return sum(
+        first, last = int(self.first_window_D1[cut]), self.num_windows
+        return whole + sum(
             int(self.windows(start, min(start + _CHUNK, last)).num_targets.sum())
+            for start in range(first, last, _CHUNK)
+        )
+
+    def targets_at(self, first: int, last: int) -> int:
+        """Targets of the windows at the places [first, last), before any label mask, counted one by one."""
+        return sum(
+            int(self.locate(self.ids(start, min(start + _CHUNK, last))).num_targets.sum())
             for start in range(first, last, _CHUNK)
         )
 

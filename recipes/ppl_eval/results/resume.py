@@ -110,13 +110,16 @@ def take_over(ledger: Ledger, state: RunState, world: World) -> BoolArray:
     records = ledger.resumed
     if world.local_rank == 0:
         records = read_ledger(ledger.folder, ledger.num_buckets)
-        first_window, last_window = state.share.windows
-        records = records[slice(*np.searchsorted(records["window_id"], [first_window, last_window]))]
         if state.settings.nan == "error":
             # A record has the same bits under both rules, so the key does not know which one was in force.
             records = records[records["num_excluded"] == 0]
         if state.settings.per_token:
             records = records[~SpooledTokens([ledger.folder], records).missing_W]
+    # As batches take them.
+    places = plan.places(records["window_id"])
+    order = np.argsort(places)
+    order = order[slice(*np.searchsorted(places, state.share.places, sorter=order))]
+    records, places = records[order], places[order]
     done = np.zeros(plan.num_batches, dtype=np.bool_)
     mine = []
     # Whole batches at a time.
@@ -124,9 +127,9 @@ def take_over(ledger: Ledger, state: RunState, world: World) -> BoolArray:
     for first in range(0, plan.num_batches, step):
         last = min(first + step, plan.num_batches)
         bounds = [first * plan.batch_size, min(last * plan.batch_size, plan.num_windows)]
-        here = records[slice(*np.searchsorted(records["window_id"], bounds))]
+        span = slice(*np.searchsorted(places, bounds))
+        here, place = records[span], places[span] - bounds[0]
         owners = np.full(bounds[1] - bounds[0], world.world_size, dtype=np.int32)
-        place = here["window_id"] - bounds[0]
         owners[place] = world.rank
         owners = _minimum(owners, device)
         starts = np.arange(0, len(owners), plan.batch_size)

@@ -67,11 +67,10 @@ def records_of(batch: Batch, scores: WindowScores, plan: Plan) -> npt.NDArray[An
     if not len(batch.window_ids_B):
         return np.zeros(0, dtype=RECORD)
     assert scores.nll_BT is not None
-    first, last = int(batch.window_ids_B[0]), int(batch.window_ids_B[-1]) + 1
-    windows = plan.windows(first, last)
+    windows = plan.locate(batch.window_ids_B)
     window_N, column_N = np.nonzero(targets_of(batch, scores)[0])
     records = np.zeros(len(window_N), dtype=RECORD)
-    records["window_id"] = first + window_N
+    records["window_id"] = batch.window_ids_B[window_N]
     records["position"] = windows.start[window_N] + column_N + 1 - windows.prefix[window_N]
     records["nll"] = scores.nll_BT[window_N, column_N]
     records["rank"], records["top_token"], records["entropy"] = scores.details_N

@@ -87,13 +87,13 @@ def reduce(state: RunState, sums: RankSums, resumed: Records, add_over_ranks: Ad
     accumulator.add(resumed)
     if dims.is_counted(rank):
         totals.expected_hash_sums = expected_hash_sums(
-            inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree, state.share.windows
+            inputs.plan, inputs.data, dims.dp_rank(rank), dims.dp_degree, state.share.places
         )
     begin = time.monotonic()
     accumulator.reduce(add_over_ranks)
     accumulator.join_excluded(rank, state.world.world_size, add_over_ranks)
     seconds = time.monotonic() - begin
-    first, last = state.share.windows
+    first, last = state.share.places
     accumulator.check_coverage(state.share.expected_tokens, last - first)
     if state.settings.part is None:
         accumulator.check_not_empty()

@@ -13,12 +13,12 @@ class Share:
 
     Attributes:
         batches: their numbers.
-        windows: [first, last) of their windows.
+        places: [first, last) of the places of their windows (``Plan.ids``).
         expected_tokens: targets that must be scored in them.
     """
 
     batches: range
-    windows: tuple[int, int]
+    places: tuple[int, int]
     expected_tokens: int
 
 
@@ -30,5 +30,5 @@ def share_of(part: str | None, inputs: Inputs) -> Share:
     index, num_parts = read_part(part)
     batches = range(*(plan.num_batches * i // num_parts for i in (index - 1, index)))
     first, last = (min(batch * plan.batch_size, plan.num_windows) for batch in (batches.start, batches.stop))
-    expected = plan.targets_between(first, last) - masked_targets(plan, inputs.data, (first, last))
+    expected = plan.targets_at(first, last) - masked_targets(plan, inputs.data, (first, last))
     return Share(batches, (first, last), expected)
