@@ -183,7 +183,7 @@ def main() -> None:
     )
     parser.add_argument("--text", type=Path)
     parser.add_argument("--chunks", type=int, default=4)
-    parser.add_argument("--context", type=int, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--context", type=int, nargs="+")
     parser.add_argument("--kl-divergence", action="store_true")
     options = parser.parse_args()
     program = build(home() / "llama.cpp")
@@ -195,9 +195,9 @@ def main() -> None:
         else:
             text = options.text.resolve()
         if options.kl_divergence:
-            print_divergence(program, text, options.context[0], options.chunks)
+            print_divergence(program, text, (options.context or [512])[0], options.chunks)
         else:
-            compare_nll(program, text, options.context, options.chunks)
+            compare_nll(program, text, options.context or [128, 512, 1024], options.chunks)
 
 
 if __name__ == "__main__":

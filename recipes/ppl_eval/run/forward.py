@@ -22,9 +22,9 @@ from torchtune.utils import get_logger
 from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.causes import OutOfMemory, first_line, is_out_of_memory
 from ppl_eval.metrics.totals import WindowScores, joined_scores
-from ppl_eval.models import cpu_linear
 from ppl_eval.models.first_bad_module import Watched, watching
 from ppl_eval.protocols.batches import Batch
+from ppl_eval.run.facts import batch_dependence
 from ppl_eval.run.state import RunState
 from ppl_eval.scoring.finite import not_finite
 from ppl_eval.scoring.nll import score_batch
@@ -117,7 +117,7 @@ class Forwards:
             else:
                 self.windows_at_once = min(self.windows_at_once, at_once // 2)
                 now = f"batches go through the model by {self.windows_at_once} windows from here on"
-        more = f". {why}" if (why := bits_depend_on_batch(state)) else ", which changes no bit"
+        more = f". {_other_bits(why)}" if (why := batch_dependence(state)) else ", which changes no bit"
         log = get_logger(state.settings.log_level)
         log.warning(f"{state.world.where} ran out of memory with {at_once} windows: {now}{more}")
 
@@ -153,37 +153,21 @@ class Forwards:
         return Outcome(scores, watched)
 
 
-def bits_depend_on_batch(state: RunState) -> str | None:
-    """Say that windows may have other bits in smaller batches, and why; None where they have the same
-    (docs/exactness.md)."""
-    settings = state.settings
-    quantized = settings.quantizer is not None or state.source.checkpoint.quantized
-    engine = state.model.scorer.model.engine
-    reasons = {
-        f"on {state.device.type}": state.device.type != "cpu",
-        "on this processor": not cpu_linear.is_available(),
-        "with compile": settings.compile,
-        "with quantised weights": quantized,
-        f"with dtype {settings.dtype}": settings.dtype not in ("fp32", "bf16"),
-        f"with {engine}'s engine": engine != "torchtune",
-    }
-    found = [reason for reason, applies in reasons.items() if applies]
-    if not found:
-        return None
-    return f"Other batches may have other last bits ({', '.join(found)})"
-
-
 def memory_note(state: RunState, windows_at_once: int) -> list[str]:
     """Return the line for the notes of a result whose batches went through the model in parts; none if they
     did not."""
     batch_size = state.inputs.plan.batch_size
     if windows_at_once == batch_size:
         return []
-    why = bits_depend_on_batch(state) or "The bits are the same"
+    why = batch_dependence(state)
     return [
         f"memory ran out, so the batches of {batch_size} windows went through the model in parts, down to"
-        f" {windows_at_once} at once. {why}"
+        f" {windows_at_once} at once. {_other_bits(why) if why else 'The bits are the same'}"
     ]
+
+
+def _other_bits(why: str) -> str:
+    return f"Other batches may have other last bits: {why}"
 
 
 def _what_would_fit(state: RunState, at_once: int, num_positions: int) -> str:
