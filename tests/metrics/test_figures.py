@@ -328,3 +328,16 @@ def test_nothing_left_is_refused() -> None:
         sums.add(without(batch, sums, 0, 1, 2, 3))
     with pytest.raises(ValueError, match="nothing is left: the NLL of 4 of 4 windows is not finite"):
         sums.check_not_empty()
+
+
+def test_windows_of_batches_that_went_through_in_parts_are_counted_over_ranks() -> None:
+    """From the records, so after a restart and in a merge as well."""
+    plan, data = made([20, 30], protocols.rolling(4))
+    batches = WindowBatches(plan, data, prefix_token=1)
+    ranks = [Accumulator(plan, data) for _ in range(2)]
+    for index in range(plan.num_batches):
+        scores = scored(batches[index])._replace(in_parts=index in (1, 2, 6))
+        ranks[index % 2].add(records_of(batches[index], scores))
+    # Seven batches of two windows, the last of one: 5 and 8 windows of 4.
+    assert plan.num_windows == 13
+    assert joined(ranks).run.totals.num_windows_in_parts == 5

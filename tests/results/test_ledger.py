@@ -39,7 +39,7 @@ def test_all_ranks_are_read_in_order_of_windows(tmp_path):
     found = read_ledger(tmp_path)
     assert found["window_id"].tolist() == [0, 1, 2, 3, 4, 5]
     assert found["nll_sum"].tolist() == [i * 0.1 for i in range(6)]
-    assert SIZE == 88
+    assert SIZE == 96
 
 
 @pytest.mark.parametrize("torn", [1, SIZE - 1, SIZE + 1])

@@ -30,6 +30,8 @@ def test_scores_of_parts_are_those_of_the_batch():
         assert np.array_equal(getattr(joined, name), getattr(scores, name))
         assert getattr(joined, name).dtype == getattr(scores, name).dtype
     assert joined.num_excluded_B is None
+    assert joined.in_parts
+    assert joined_scores(parts[:1]) is parts[0]
     for ours, expected in zip((*joined.details_N, *joined.comparison), [np.arange(5)] * 7, strict=True):
         assert np.array_equal(ours, expected)
 
@@ -48,6 +50,7 @@ def batch_and_scores(bad: float):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_window_is_left_out_whole(bad):
     batch, scores = batch_and_scores(bad)
+    scores = scores._replace(in_parts=True)
     assert finite.not_finite(scores).tolist() == [False, False, True]
     words = f"window 9 (document 0, from its token 90) has NLL {bad} on host 1"
     assert finite.describe(batch, scores, "host 1") == words
@@ -61,6 +64,7 @@ def test_a_window_is_left_out_whole(bad):
     assert not np.isfinite(scores.nll_sum_B).all(), "the scores that it was given stay as they are"
     records = records_of(batch, kept, 3, 1)
     assert records["num_excluded"].tolist() == [0, 0, 2]
+    assert records["in_parts"].tolist() == [1, 1, 1]
     assert records["bucket_tokens"].tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
     assert records["bucket_excluded"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 0]]
     assert records["kl_sum"].tolist() == [1.0, 2.0, 0.0]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ppl_eval.config.files import read_json_object, whole_file, write_json
-from ppl_eval.results import table
+from ppl_eval.results import excluded, table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,7 +103,8 @@ class Result:
         """Return the number in one line."""
         interval = self.interval
         shown = "" if interval is None else f" (95 %: {interval[0]:.6g} to {interval[1]:.6g})"
-        return f"perplexity {self.perplexity:.8g}{shown} over {self.num_tokens:,} tokens"
+        left_out = f" (left out: {text})" if (text := excluded.summary(self.content)) else ""
+        return f"perplexity {self.perplexity:.8g}{shown} over {self.num_tokens:,} tokens{left_out}"
 
     def table(self) -> str:
         """Return the table that a run of the recipe prints."""

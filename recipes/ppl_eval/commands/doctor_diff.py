@@ -25,7 +25,11 @@ CAUSES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("quantised layers", ("quantizer",), "quantise the same layers in the same way"),
     ("dtype", ("dtype",), "use the same dtype; float32 shows what rounding costs"),
     ("kernels", ("softmax", "compile", "device", "versions.cpu"), "run both on one kind of machine"),
-    ("batches", ("plan.batch_size", "max_logits_mib"), "use the same batch size: kernels see other shapes"),
+    (
+        "batches",
+        ("plan.batch_size", "plan.windows_in_parts", "max_logits_mib"),
+        "use the same batch size: kernels see other shapes",
+    ),
     ("parallel", ("parallel.tp", "parallel.cp"), "tensor and context parallelism reorder arithmetic"),
     ("precision", ("aggregation",), "aggregation.precision=exact has no drift"),
     ("versions", ("versions",), "install the same versions"),

@@ -199,7 +199,7 @@ def join_results(parts: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]
     del joined["part"], joined["config"]
     joined["plan"] = {
         **joined["plan"],
-        "windows_at_once": min(part["plan"]["windows_at_once"] for part in parts),
+        "windows_in_parts": sum(part["plan"]["windows_in_parts"] for part in parts),
         "resumed_batches": 0,
         "num_parts": len(parts),
     }

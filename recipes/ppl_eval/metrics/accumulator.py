@@ -108,6 +108,7 @@ class Accumulator:
         windows = self._plan.locate(window_ids_B)
         weights_B = self._plan.protocol.window_weights(windows)
         self.run.add(records, window_ids_B, weights_B)
+        self.run.totals.num_windows_in_parts += int(records["in_parts"].sum())
         excluded_B = records["num_excluded"] > 0
         hash_sums_B4 = records["scored_hash_sums"]
         self.run.totals.scored_hash_sums += hash_sums_B4[~excluded_B].sum(axis=0, dtype=np.uint64)

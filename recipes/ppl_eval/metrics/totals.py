@@ -63,6 +63,7 @@ class WindowScores(NamedTuple):
         comparison: the scored targets beside a reference; None without one.
         num_excluded_B: targets of windows that are left out (``finite.exclude``), which are not among the
             scored ones; 0 for all others; int64. None where no window is left out.
+        in_parts: whether the batch went through the model in parts, for want of memory.
     """
 
     nll_sum_B: FloatArray
@@ -74,6 +75,7 @@ class WindowScores(NamedTuple):
     details_N: tuple[npt.NDArray[Any], ...] = ()
     comparison: TokenComparison | None = None
     num_excluded_B: IntArray | None = None
+    in_parts: bool = False
 
 
 def joined_scores(parts: Sequence[WindowScores]) -> WindowScores:
@@ -84,14 +86,14 @@ def joined_scores(parts: Sequence[WindowScores]) -> WindowScores:
     fields: dict[str, Any] = {
         name: np.concatenate(columns) if all(column is not None for column in columns) else None
         for name in WindowScores._fields
-        if name not in ("details_N", "comparison")
+        if name not in ("details_N", "comparison", "in_parts")
         for columns in [[getattr(part, name) for part in parts]]
     }
     details = zip(*(part.details_N for part in parts), strict=True)
     fields["details_N"] = tuple(np.concatenate(columns) for columns in details)
     if found:
         fields["comparison"] = TokenComparison._make(map(np.concatenate, zip(*found, strict=True)))
-    return WindowScores(**fields)
+    return WindowScores(**fields, in_parts=True)
 
 
 def fixed_limbs(values: FloatArray) -> list[IntArray]:
@@ -172,6 +174,7 @@ class Totals:
         num_correct: scored targets that were the most likely token.
         num_excluded_tokens: targets of windows that were left out because their NLL is not finite.
         num_excluded_windows: these windows; the other sums and counts have nothing of them.
+        num_windows_in_parts: windows, of either kind, whose batch went through the model in parts.
         scored_hash_sums: set hash of the scored targets (see ``coverage``).
         excluded_hash_sums: set hash of the targets that were left out.
         expected_hash_sums: set hash of the targets that the plan says must be scored.
@@ -186,6 +189,7 @@ class Totals:
     num_correct: int = 0
     num_excluded_tokens: int = 0
     num_excluded_windows: int = 0
+    num_windows_in_parts: int = 0
     scored_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))
     excluded_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))
     expected_hash_sums: HashSums = field(default_factory=lambda: np.zeros(NUM_HASH_SUMS, np.uint64))

@@ -4,6 +4,7 @@ A record is little endian and of one size in a run:
 
     window_id, num_tokens, num_correct   int64
     num_excluded                         int64; targets of a window that is left out, else 0
+    in_parts                             int64; 1 if its batch went through the model in parts, else 0
     nll_sum, nll_sq_sum                  float64; nats, nats^2
     scored_hash_sums                     4 x uint64; set hash of the window's targets (``coverage``)
     bucket_nll                           5 x int64 a position bucket; see ``fixed_limbs``
@@ -28,10 +29,10 @@ from ppl_eval.protocols import coverage
 from ppl_eval.protocols.base import BoolArray, IntArray
 from ppl_eval.protocols.batches import Batch
 
-VERSION = 4
+VERSION = 5
 # In the order of the fields of ``WindowScores``.
 WINDOW_SUMS = ("nll_sum", "nll_sq_sum", "num_tokens", "num_correct")
-_COUNTS = ("window_id", "num_tokens", "num_correct", "num_excluded")
+_COUNTS = ("window_id", "num_tokens", "num_correct", "num_excluded", "in_parts")
 _SUMS = ("nll_sum", "nll_sq_sum")
 
 Records = npt.NDArray[np.void]
@@ -78,6 +79,7 @@ def records_of(batch: Batch, scores: WindowScores, num_buckets: int = 0, bucket_
     records["scored_hash_sums"] = batch.scored_hash_sums_B4
     if scores.num_excluded_B is not None:
         records["num_excluded"] = scores.num_excluded_B
+    records["in_parts"] = scores.in_parts
     scored_BT, excluded_BT = targets_of(batch, scores)
     if compared is not None:
         assert scores.nll_BT is not None

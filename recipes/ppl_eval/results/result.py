@@ -99,12 +99,11 @@ def build(
     """
     settings, inputs = state.settings, state.inputs
     expected_tokens = state.share.expected_tokens
-    windows_at_once = int(per_rank[:, _ROW.index("windows_at_once")].min())
     return {
         "schema": table.SCHEMA,
         "key": plan_key(plan_facts(state)),
         **measured(settings, inputs, scored.accumulator, expected_tokens, rounded_nll),
-        **_question(state, windows_at_once),
+        **_question(state, scored),
         "model": _model(state),
         "quantizer": _quantizer(state),
         "dtype": settings.dtype,
@@ -125,7 +124,7 @@ def build(
         "notes": [
             *state.notes,
             *excluded.note(scored.accumulator, inputs),
-            *forward.memory_note(state, windows_at_once),
+            *forward.memory_note(state, scored.accumulator.run.totals),
         ],
     }
 
@@ -181,7 +180,7 @@ def _rounded(totals: Totals, rounded_nll: float | None) -> dict[str, Any]:
     }
 
 
-def _question(state: RunState, windows_at_once: int) -> dict[str, Any]:
+def _question(state: RunState, scored: Scored) -> dict[str, Any]:
     """Return what was measured: protocol, plan and data."""
     plan = state.inputs.plan
     return {
@@ -189,7 +188,7 @@ def _question(state: RunState, windows_at_once: int) -> dict[str, Any]:
         "plan": {
             "batch_size": plan.batch_size,
             "num_batches": plan.num_batches,
-            "windows_at_once": windows_at_once,
+            "windows_in_parts": scored.accumulator.run.totals.num_windows_in_parts,
             "batch_dependence": batch_dependence(state),
             "resumed_batches": state.num_done,
             "max_windows": state.settings.max_windows,

@@ -21,7 +21,7 @@ from torchtune.utils import get_logger
 
 from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.causes import OutOfMemory, first_line, is_out_of_memory
-from ppl_eval.metrics.totals import WindowScores, joined_scores
+from ppl_eval.metrics.totals import Totals, WindowScores, joined_scores
 from ppl_eval.models.first_bad_module import Watched, watching
 from ppl_eval.protocols.batches import Batch
 from ppl_eval.run.facts import batch_dependence
@@ -153,16 +153,18 @@ class Forwards:
         return Outcome(scores, watched)
 
 
-def memory_note(state: RunState, windows_at_once: int) -> list[str]:
-    """Return the line for the notes of a result whose batches went through the model in parts; none if they
-    did not."""
-    batch_size = state.inputs.plan.batch_size
-    if windows_at_once == batch_size:
+def memory_note(state: RunState, totals: Totals) -> list[str]:
+    """Return the line for the notes of a result some of whose batches went through the model in parts, in
+    this run or in one that it goes on from; none if none did."""
+    in_parts = totals.num_windows_in_parts
+    if not in_parts:
         return []
     why = batch_dependence(state)
+    num_windows = totals.num_windows + totals.num_excluded_windows
+    more = _other_bits(why) if why else "The bits are the same"
     return [
-        f"memory ran out, so the batches of {batch_size} windows went through the model in parts, down to"
-        f" {windows_at_once} at once. {_other_bits(why) if why else 'The bits are the same'}"
+        f"memory ran out, so {in_parts:,} of {num_windows:,} windows went through the model in smaller"
+        f" batches than of {state.inputs.plan.batch_size}. {more}"
     ]
 
 

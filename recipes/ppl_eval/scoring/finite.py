@@ -53,16 +53,16 @@ def exclude(batch: Batch, scores: WindowScores) -> WindowScores:
     assert scores.nll_BT is not None
     assert scores.correct_BT is not None
     found = scores.comparison
-    kept = WindowScores(
-        keep(scores.nll_sum_B),
-        keep(scores.nll_sq_sum_B),
-        keep(scores.num_tokens_B),
-        keep(scores.num_correct_B),
-        keep(scores.nll_BT),
-        keep(scores.correct_BT),
-        tuple(values_N[kept_N] for values_N in scores.details_N),
-        None if found is None else TokenComparison._make(values_N[kept_N] for values_N in found),
-        num_excluded_B,
+    kept = scores._replace(
+        nll_sum_B=keep(scores.nll_sum_B),
+        nll_sq_sum_B=keep(scores.nll_sq_sum_B),
+        num_tokens_B=keep(scores.num_tokens_B),
+        num_correct_B=keep(scores.num_correct_B),
+        nll_BT=keep(scores.nll_BT),
+        correct_BT=keep(scores.correct_BT),
+        details_N=tuple(values_N[kept_N] for values_N in scores.details_N),
+        comparison=None if found is None else TokenComparison._make(values_N[kept_N] for values_N in found),
+        num_excluded_B=num_excluded_B,
     )
     assert targets_of(batch, kept)[0].sum() == kept.num_tokens_B.sum()
     return kept
