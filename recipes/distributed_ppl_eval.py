@@ -88,6 +88,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.results import continuation
         from ppl_eval.results.result import check_comparable
         from ppl_eval.run.facts import source_facts
+        from ppl_eval.run.from_folder import fill_in
         from ppl_eval.run.groups import join_groups
         from ppl_eval.run.reading import fill_model
         from ppl_eval.run.share import share_of
@@ -95,7 +96,8 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.run.weights import agree_on_weights
         from ppl_eval.scoring.load import Placement
 
-        settings, world = self.settings, self.world
+        self._runs = self.world.agree("checkpoint folder", lambda: fill_in(self._runs))
+        settings, world = self.settings, self.world = self._runs[0]
         self._log = get_logger(settings.log_level)
         if world.rank == 0 and not world.embedded:
             log_config(recipe_name="DistributedPPLEvalRecipe", cfg=settings.config)
@@ -130,9 +132,8 @@ class DistributedPPLEvalRecipe:
         weights_hash = agree_on_weights(world, model.weights, device)
         share = share_of(settings.part, source.inputs)
         timed = (load_seconds, self._started)
-        state = RunState(
-            settings, world, device, dims, source, model, weights_hash, *timed, share, NOTHING_DONE
-        )
+        known = (settings, world, device, dims, source, model, weights_hash)
+        state = RunState(*known, *timed, share, NOTHING_DONE)
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
         self.state, self._ledger = continuation.open_ledger(state, self._resources, self._log.info)
 
@@ -155,9 +156,8 @@ class DistributedPPLEvalRecipe:
         schedule = Schedule(state)
         progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
 
-        tokens = None
-        if self.settings.per_token:
-            tokens = TokenSpool(self._ledger.folder, self.world.rank, state.inputs.plan)
+        spool = (self._ledger.folder, self.world.rank, state.inputs.plan)
+        tokens = TokenSpool(*spool) if self.settings.per_token else None
 
         def keep(batch: Batch, scores: WindowScores, records: Records, totals: Totals) -> None:
             if tokens is not None:

@@ -1,7 +1,10 @@
 """Whole runs with transformers' own code: the shipped config, the same bits on any number of ranks, and the
 number of torchtune's engine."""
 
+import hashlib
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,7 +13,7 @@ import transformers
 
 from helpers.family_models import SIZES
 from helpers.models import write_random
-from helpers.runs import many, result_of
+from helpers.runs import many, result_of, run
 from helpers.tiny import VOCAB_SIZE, write_config, write_tokenizer
 from ppl_eval.config.settings import read_settings
 
@@ -24,6 +27,7 @@ SPLITS = {
     "cp": ["context_parallel_dim=2", "max_windows=13", "batch_size=2"],
     "tp": ["tensor_parallel_dim=2", "max_windows=13", "batch_size=2"],
 }
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FSDP = ["data_parallel_shard_dim=2", "data_parallel_replicate_dim=1", "max_windows=13", "batch_size=2"]
 
 
@@ -121,8 +125,39 @@ def test_where_a_models_folder_lies_is_no_part_of_what_it_is(tiny, tmp_path, pri
 def test_the_shipped_config_asks_for_a_folder_and_nothing_else(tiny, tmp_path, private_home):
     with pytest.raises(ValueError, match=r"checkpointer\.checkpoint_dir"):
         read_settings(["--config", "hf/causal_lm"])
-    argv = ["--config", "hf/causal_lm", f"checkpointer.checkpoint_dir={tiny.folder}", "device=cpu"]
-    argv += ["protocol.max_seq_len=64", "max_windows=2", f"output_dir={tmp_path / 'out'}"]
-    finished = many(1, [argv], tmp_path)
+    # As a hub's cache has it: links to blobs. The process has no network, and is not to try.
+    cache = tmp_path / "home" / "hub" / "models--org--tiny"
+    snapshot = cache / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for path in tiny.folder.iterdir():
+        blob = cache / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", blob.name))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "v1").write_text(COMMIT)
+    text = ["dataset._component_=ppl_eval.data.text_files", f"dataset.paths=[{tiny.text}]", "max_windows=2"]
+    argvs = {
+        name: [
+            *("--config", "hf/causal_lm", f"checkpointer.checkpoint_dir={named}", *text),
+            f"output_dir={tmp_path / name}",
+        ]
+        for name, named in {"folder": tiny.folder, "hub": "org/tiny@v1"}.items()
+    }
+    assert many(2, [argvs["folder"]], tmp_path).code == 0
+    # An interpreter of its own: where the cache is, the library reads when it is imported.
+    env = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    finished = run(sys.executable, "-m", "distributed_ppl_eval", *argvs["hub"], env=env)
     assert finished.code == 0, finished.output
-    assert result_of(tmp_path / "out")["num_windows"] == 2
+    local, hub = (result_of(tmp_path / name) for name in ("folder", "hub"))
+    assert hub["nll_sum_hex"] == local["nll_sum_hex"]
+    assert hub["model"]["hub"] == {"id": "org/tiny", "commit": COMMIT}
+    assert local["model"]["hub"] is None
+    assert (local["dtype"], local["protocol"]["max_seq_len"]) == ("fp32", 256)
+    for note in (
+        "dtype: fp32, as config.json has it",
+        "protocol.max_seq_len: 256, of the 256 tokens that config.json states",
+        f"checkpointer.checkpoint_dir: org/tiny@v1 is commit {COMMIT} of org/tiny",
+    ):
+        assert note in hub["notes"]
+        assert f"note: {note}" in finished.output

@@ -15,6 +15,7 @@ from ppl_eval.distributed.rendezvous import meet
 from ppl_eval.quantization.quantize import QuantizationReport, quantize
 from ppl_eval.results import table
 from ppl_eval.run.calibration_text import calibration_batches
+from ppl_eval.run.from_folder import filled
 from ppl_eval.run.inputs import read_inputs
 from ppl_eval.scoring import load as models
 
@@ -38,6 +39,7 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
     Raises:
         ValueError: no quantiser, or anything that a run of the config would refuse.
     """
+    settings = filled(settings)
     if settings.quantizer is None:
         raise ValueError("the config has no `quantizer`: nothing to do")
     folder = table.check_output_dir(Path(settings.output_dir))
@@ -51,6 +53,7 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
         world, _ = meet(connect(settings.timeout_seconds), lambda: None, lambda _: {})
         batches, remarks = calibration_batches(settings, read_inputs(settings, world), world)
         notes += remarks
+    notes += settings.notes
     notes += checkpoint.notes + load_into(decoder, checkpoint.state_dict, dtype=dtype, device=device)
     decoder.module.eval().requires_grad_(False)
     # Calibration must see what it would see in a run.

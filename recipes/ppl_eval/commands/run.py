@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppl_eval.config.files import read_json_object
+from ppl_eval.tokenization.folder import tokenizer_section
 
 _LONGEST = 2048
 
@@ -66,12 +67,11 @@ def config_of(folder: Path, texts: list[str]) -> dict[str, Any]:
         ValueError: if a file is missing, or neither engine computes this model.
     """
 
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{folder} has no {name}; a model's folder must be as transformers writes it. Others can be"
-                " described by a config (docs/config.md)"
-            )
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} has no config.json; a model's folder must be as transformers writes it. Others can be"
+            " described by a config (docs/config.md)"
+        )
     weights = sorted(path.name for path in folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{folder} has no *.safetensors; other checkpoints can be described by a config")
@@ -79,11 +79,7 @@ def config_of(folder: Path, texts: list[str]) -> dict[str, Any]:
     model, model_type, max_seq_len = _engine(folder, described)
     return {
         "model": model,
-        "tokenizer": {
-            "_component_": "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
-            "tokenizer_json_path": str(folder / "tokenizer.json"),
-            "tokenizer_config_json_path": str(folder / "tokenizer_config.json"),
-        },
+        "tokenizer": tokenizer_section(folder),
         "checkpointer": {
             "_component_": "torchtune.training.FullModelHFCheckpointer",
             "checkpoint_dir": str(folder),

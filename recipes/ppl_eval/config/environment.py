@@ -33,8 +33,10 @@ _KERNEL_VARIABLES = (
 _SIMD = ("avx", "amx", "fma", "f16c", "sve", "neon", "bf16")
 
 
-def choose_device(device: str, backend: str | None) -> torch.device:
+def choose_device(device: str | None, backend: str | None) -> torch.device:
     """Return this rank's device, from LOCAL_RANK where there are several.
+
+    None is cuda where torch finds one, else the CPU.
 
     Raises:
         ValueError: if this machine does not have it, or torch does not have the backend.
@@ -48,12 +50,12 @@ def choose_device(device: str, backend: str | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device is {device!r}: {error}") from error
     # torchtune falls back to the CPU without a word.
-    if found.type != torch.device(device).type:
+    if device is not None and found.type != torch.device(device).type:
         raise ValueError(f"device is {device!r}, but torch finds none on this machine; use device=cpu")
     return found
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: str | None, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and activations.
 
     Raises:

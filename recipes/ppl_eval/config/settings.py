@@ -53,13 +53,14 @@ class Settings:
         config: the whole config, interpolations resolved.
         written: the values of all keys as plain Python, interpolations as they were written: equal on all
             hosts even where a path is not.
+        notes: what was filled in that the config left open.
     """
 
     config: DictConfig
     written: Mapping[str, Any]
     output_dir: str
     model: DictConfig
-    tokenizer: DictConfig
+    tokenizer: DictConfig | None
     checkpointer: DictConfig
     dataset: DictConfig
     protocol: DictConfig
@@ -70,8 +71,8 @@ class Settings:
     seed: int = _key(42, at_least=0, at_most=2**32 - 1)
     seed_check: str = _key("warn", allowed=("warn", "error", "ignore"))
     config_check: str = _key("error", allowed=("error", "warn", "off"))
-    device: str = "cpu"
-    dtype: str = _key("bf16", allowed=("bf16", "fp16", "fp32", "fp64"))
+    device: str | None = "cpu"
+    dtype: str | None = _key("bf16", allowed=("bf16", "fp16", "fp32", "fp64"))
     batch_size: int = _key(1, at_least=1, at_most=2**31)
     max_windows: int | None = _key(None, at_least=1, at_most=2**62)
     max_logits_mib: float = _key(64, at_least=0.001)
@@ -99,6 +100,7 @@ class Settings:
     debug_nan: bool = False
     log_level: str = _key("INFO", allowed=("DEBUG", "INFO", "WARNING", "ERROR"))
     log_peak_memory_stats: bool = False
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the config as plain Python, as it was given."""
@@ -130,7 +132,7 @@ def _keys_of(kind: type) -> dict[str, Key]:
     hints = typing.get_type_hints(kind)
     keys = {}
     for spec in fields(kind):
-        if spec.name in ("config", "written"):
+        if spec.name in ("config", "written", "notes"):
             continue
         hint = hints[spec.name]
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -311,7 +313,7 @@ def _check_value(name: str, key: Key, config: DictConfig, prefix: str = "") -> A
     value = config[name]
     # bool is an int to Python, but `batch_size: true` is a mistake.
     fits = isinstance(value, key.types) and (not isinstance(value, bool) or bool in key.types)
-    if not fits or (key.allowed and value not in key.allowed):
+    if not fits or (key.allowed and value is not None and value not in key.allowed):
         hint = suggest(value, key.allowed) if isinstance(value, str) and key.allowed else ""
         raise ValueError(f"{prefix}{name} is {value!r}; it must be {_describe(key)}{hint}")
     if isinstance(value, float) and not math.isfinite(value):

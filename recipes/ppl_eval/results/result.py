@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torchtune.utils import get_logger
 
+from ppl_eval.checkpoints.hub import snapshot_of
 from ppl_eval.config.environment import kernel_facts, peak_memory_bytes, versions
 from ppl_eval.config.files import write_json
 from ppl_eval.config.settings import Settings
@@ -218,11 +219,13 @@ def _asked(inputs: Inputs) -> dict[str, Any]:
 
 def _model(state: RunState) -> dict[str, Any]:
     checkpoint, section = state.source.checkpoint, state.settings.as_dict()["model"]
+    hub = snapshot_of(str(state.settings.checkpointer.get("checkpoint_dir", "")))
     return {
         "component": section["_component_"],
         "arguments": {key: value for key, value in section.items() if key != "_component_"},
         "num_parameters": state.model.num_parameters,
         "checkpoint": {"weights_hash": state.weights_hash, "files": checkpoint.identity},
+        "hub": hub,
         "quantized_checkpoint": checkpoint.quantized,
         "dequantized_from": checkpoint.packing,
         "config_check": state.source.config_check,

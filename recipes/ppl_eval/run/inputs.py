@@ -50,6 +50,7 @@ def read_inputs(settings: Settings, world: World) -> Inputs:
         ValueError: if something is missing or does not fit.
     """
     protocol = _read_protocol(settings)
+    assert settings.tokenizer is not None
     tokenizer = without_bos(settings.tokenizer) or instantiate("tokenizer", settings.tokenizer)
     encoder = wrap_tokenizer(tokenizer, settings.tokenizer, protocol.special_tokens)
     protocol = protocol.for_tokenizer(encoder.adds_bos)

@@ -43,9 +43,10 @@ def read_sources(
     decoder = load.build_on_meta(settings, dtype)
     verdict, model_notes = load.match_family(decoder, checkpoint, settings)
     launched = launch_notes(os.environ, len(world.nodes), world.world_size) + kernel_notes()
-    for note in launched:
+    for note in (*launched, *settings.notes):
         say(f"note: {note}")
-    common = (*launched, *checkpoint.notes, *([seed_note] if seed_note else []), *model_notes)
+    seeded = [seed_note] if seed_note else []
+    common = (*launched, *settings.notes, *checkpoint.notes, *seeded, *model_notes)
     sources = []
     for own, apart in runs:
         inputs = read_inputs(own, apart)

@@ -23,6 +23,7 @@ from ppl_eval.distributed.failure import fail_together
 from ppl_eval.distributed.process import connect
 from ppl_eval.distributed.rendezvous import World, environment_facts, meet
 from ppl_eval.parallel.parallel_dims import ParallelDims
+from ppl_eval.run.from_folder import filled
 from ppl_eval.run.groups import join_groups
 from ppl_eval.run.weights import agree_on_weights
 from ppl_eval.scoring import load
@@ -109,6 +110,7 @@ def _evaluate(settings: Settings, wanted: Asked, world: World, resources: ExitSt
 
     from ppl_eval.tasks.model import Ranks, TaskModel
 
+    settings = world.agree("checkpoint folder", lambda: filled(settings, world.once_per_node))
     device = world.agree("device", lambda: environment.choose_device(settings.device, settings.backend))
     dims = world.agree("mesh", lambda: ParallelDims.from_settings(settings, world.world_size))
     add, mesh = join_groups(settings, world, device, dims, resources)
@@ -151,7 +153,7 @@ def _evaluate(settings: Settings, wanted: Asked, world: World, resources: ExitSt
             "weights_hash": weights_hash,
             "world_size": world.world_size,
             "versions": environment.versions(),
-            "notes": [*notes, *model.notes],
+            "notes": [*settings.notes, *notes, *model.notes],
         }
         path = _write(Path(settings.output_dir), found)
         print(make_table(found))
@@ -169,6 +171,7 @@ def _load_model(
     checkpoint = load_state_dict(settings.checkpointer)
     decoder = load.build_on_meta(settings, placement.dtype)
     _, notes = load.match_family(decoder, checkpoint, settings)
+    assert settings.tokenizer is not None
     tokenizer = without_bos(settings.tokenizer) or instantiate("tokenizer", settings.tokenizer)
     encoder = wrap_tokenizer(tokenizer, settings.tokenizer)
     if encoder.vocab_size > decoder.vocab_size:

@@ -77,7 +77,8 @@ class TextEncoder:
 
 def without_bos(config: Mapping[str, Any]) -> Any:
     """Return torchtune's ``HuggingFaceBaseTokenizer`` of a section whose tokenizer_config.json has no BOS or
-    no EOS (``bos_token: null``, as Qwen's has), which the class itself refuses; None for any other section.
+    no EOS (``bos_token: null``, as Qwen's has), which the class itself refuses, or which has only a
+    generation_config.json; None for any other section.
     """
     from tokenizers import Tokenizer
     from torchtune.modules.transforms.tokenizers import HuggingFaceBaseTokenizer
@@ -86,7 +87,7 @@ def without_bos(config: Mapping[str, Any]) -> Any:
         return None
     keys = ("tokenizer_config_json_path", "generation_config_path")
     paths = [Path(str(config[key])) if config.get(key) else None for key in keys]
-    if paths[0] is None or not all(path is None or path.is_file() for path in paths):
+    if not any(paths) or not all(path is None or path.is_file() for path in paths):
         return None
     contents: list[dict[str, Any]] = [{} if path is None else read_json_object(path) for path in paths]
     about, generation = contents
@@ -99,8 +100,9 @@ def without_bos(config: Mapping[str, Any]) -> Any:
         token = about.get(f"{name}_token")
         content = token["content"] if isinstance(token, dict) else token
         index = None if content is None else tokenizer.tokenizer.token_to_id(content)
-        if index is None and name == "eos":
-            index = generation.get("eos_token_id")
+        # A tokenizer_config.json without BOS means it, whatever generation_config.json has.
+        if index is None and (name == "eos" or paths[0] is None):
+            index = generation.get(f"{name}_token_id")
             index = index[0] if isinstance(index, list) else index
         setattr(tokenizer, f"{name}_id", index)
     tokenizer._infer_should_add_bos_eos()
