@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel.style import ParallelStyle
@@ -139,7 +140,9 @@ def _linear(decoder: nn.Module, name: str) -> nn.Linear:
 
 
 def _summed_linear(linear: nn.Linear, group: dist.ProcessGroup, x: torch.Tensor) -> torch.Tensor:
-    out = cpu_linear.linear(x, linear.weight)
+    # Where a compiler or another processor is in charge, the layer is torch's own.
+    multiply = cpu_linear.linear if isinstance(linear, cpu_linear.OneDNNLinear) else F.linear
+    out = multiply(x, linear.weight)
     dist.all_reduce(out, group=group)
     return out if linear.bias is None else out + linear.bias
 
