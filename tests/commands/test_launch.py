@@ -59,6 +59,17 @@ def test_one_node_needs_no_rendezvous(started):
     assert not any(name.startswith("PET_") for name in env)
 
 
+def test_nodes_that_may_come_and_go_have_stores_of_their_own(started):
+    nodes = ["--nnodes", "1:2", "--max_restarts", "3", "--rdzv_endpoint", "node0:29500"]
+    launch_here(*nodes, "--", *CONFIG)
+    launch_here("--nnodes", "2", *nodes[2:], "--", *CONFIG)
+    (elastic, own_stores), (_, shared) = started
+    options = "--nnodes 1:2 --nproc_per_node 1 --max_restarts 3 distributed_ppl_eval"
+    assert options in " ".join(elastic)
+    assert own_stores[launch.OWN_STORES] == "1"
+    assert launch.OWN_STORES not in shared
+
+
 def test_endpoint_may_come_from_the_environment(started, monkeypatch):
     monkeypatch.setenv(launch.ENDPOINT, "node7:1234")
     launch_here("--nnodes", "2", "--", *CONFIG)
@@ -72,6 +83,7 @@ def test_endpoint_may_come_from_the_environment(started, monkeypatch):
         (["--nnodes", "2", "--rdzv_endpoint", "node0", "--", *CONFIG], "must be HOST:PORT"),
         (["--nnodes", "2", "--rdzv_endpoint", "localhost:29500", "--", *CONFIG], "own name for itself"),
         (["--nnodes", "0", "--", *CONFIG], "at least 1"),
+        (["--nnodes", "2:1", "--", *CONFIG], "--nnodes is '2:1'"),
         (["--nproc_per_node", "2", "--", "--config", "smollm2/136M_ppl"], "no config is called"),
         (["--nproc_per_node", "2", "--", *CONFIG, "batchsize=3"], "unknown key 'batchsize'"),
     ],
@@ -120,7 +132,7 @@ def test_signals_reach_the_ranks_and_the_exit_code_names_them(tiny, tmp_path, pr
     # A rank that is held sits in a pipe's read, where Python runs no handler.
     env = {"HOLD_AFTER": "2", "HELD": str(held), "GO": str(go), "PYTHONPATH": str(HELPERS)}
     command = [PPL_EVAL, "launch", "--nproc_per_node", "2", "--", "--config", str(config)]
-    launcher = launch.prepare(1, "2", None, "ppl_eval", command[5:])
+    launcher = launch.prepare("1", "2", None, "ppl_eval", command[5:])
     held_run = [word if word != "distributed_ppl_eval" else "held_run" for word in launcher.command]
     start = (
         "import sys; from ppl_eval.commands.launch import Launch, start; sys.exit(start(Launch({}, {}, 60)))"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.processes import rank_variables
+from helpers.processes import free_port, rank_variables
 from helpers.runs import TORCHRUN, ranks, run
 from helpers.tiny import write_config, write_model, write_tokenizer
 from ppl_eval.checkpoints.safetensors import SAMPLE_BLOCK_BYTES, SAMPLE_BLOCKS, sampled_sha256
@@ -191,10 +191,7 @@ def test_weights_that_differ_where_no_sample_looks_are_found_before_scoring(two_
 def plain_ranks(num_processes, *command):
     """Interpreters with the variables of torchrun, and no launcher that would keep the store or end them
     together. Returns their exit codes and outputs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen(
             [sys.executable, *command],

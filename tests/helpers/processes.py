@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import socket
 import sys
 import tempfile
 import traceback
@@ -159,6 +160,13 @@ def _rank(
         # Without this the group's destructor would wait for peers that wait for this rank.
         sender.close()
         os._exit(1)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def rank_variables(rank: int, world_size: int) -> dict[str, str]:

@@ -54,12 +54,18 @@ def _parser() -> argparse.ArgumentParser:
         usage="ppl-eval launch --nnodes 2 --nproc_per_node 8 --rdzv_endpoint HOST:PORT -- --config NAME ...",
         description="The same command on every node. Options are torchrun's; after -- come the recipe's.",
     )
-    launch.add_argument("--nnodes", type=int, default=1, help="nodes of the run (default 1)")
+    launch.add_argument("--nnodes", default="1", help="nodes of the run, or MIN:MAX (default 1)")
     launch.add_argument("--nproc_per_node", default="1", help="processes on this node: a number or gpu")
     launch.add_argument(
         "--rdzv_endpoint", default=os.environ.get(ENDPOINT), help="HOST:PORT of one of the nodes"
     )
     launch.add_argument("--rdzv_id", default="ppl_eval", help="name of the run (default ppl_eval)")
+    launch.add_argument(
+        "--max_restarts",
+        type=int,
+        default=0,
+        help="how often ranks that failed are started again (default 0)",
+    )
     launch.add_argument("recipe_arguments", nargs="*", help=argparse.SUPPRESS)
     launch.set_defaults(command=_launch)
 
@@ -119,6 +125,7 @@ def _launch(arguments: argparse.Namespace) -> None:
         arguments.rdzv_endpoint,
         arguments.rdzv_id,
         arguments.recipe_arguments,
+        max_restarts=arguments.max_restarts,
     )
     sys.exit(start(launch))
 

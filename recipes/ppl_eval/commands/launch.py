@@ -20,6 +20,9 @@ from ppl_eval.config.settings import read_settings
 from ppl_eval.distributed.outcome import ERROR_FILE, EXIT_SIGNAL, Failure, print_error, read_cause
 
 ENDPOINT = "PET_RDZV_ENDPOINT"
+# With 1, every start of the ranks gets a store of its own, which rank 0 keeps. Else torchrun keeps one for
+# all starts, and does not tell a node that joins later where it is (torch 2.13, `next_rendezvous`).
+OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _LOOPBACK = ("localhost", "127.", "[::1]", "::1")
 
 
@@ -38,18 +41,25 @@ class Launch(NamedTuple):
 
 
 def prepare(
-    nnodes: int, nproc_per_node: str, rdzv_endpoint: str | None, rdzv_id: str, recipe_arguments: Sequence[str]
+    nnodes: str,
+    nproc_per_node: str,
+    rdzv_endpoint: str | None,
+    rdzv_id: str,
+    recipe_arguments: Sequence[str],
+    *,
+    max_restarts: int = 0,
 ) -> Launch:
     """Return how to start this node's processes.
 
     Processes of one host find each other over loopback, where nobody else can reach them.
 
     Args:
-        nnodes: nodes of the run; the same command is started on each.
+        nnodes: nodes of the run, or MIN:MAX; the same command is started on each.
         nproc_per_node: processes on this node; a number, or a word that torchrun knows, such as ``gpu``.
         rdzv_endpoint: host:port of one of the nodes, which all can reach.
         rdzv_id: name of the run; runs that share an endpoint need different ones.
         recipe_arguments: ``--config NAME [key=value ...]``.
+        max_restarts: how often ranks that failed are started again.
 
     Raises:
         ValueError: if the nodes could not find each other, or the config is wrong: before anyone waits.
@@ -58,9 +68,8 @@ def prepare(
     # Of the working directory's modules none is to be taken for Python's, as `python -m` would.
     environment = {"PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "ppl_eval.commands.one_host"]
-    if nnodes < 1:
-        raise ValueError(f"--nnodes is {nnodes}; it must be at least 1")
-    if nnodes > 1:
+    fewest, most = _node_range(nnodes)
+    if most > 1:
         if not rdzv_endpoint:
             raise ValueError(
                 f"--nnodes {nnodes} needs --rdzv_endpoint HOST:PORT, the same on all nodes: one of them, by a"
@@ -77,13 +86,27 @@ def prepare(
                 f"--rdzv_endpoint is {rdzv_endpoint!r}, which is every node's own name for itself; use one"
                 " that the other nodes can reach"
             )
-        command = [str(Path(sys.executable).with_name("tune")), "run", "--nnodes", str(nnodes)]
+        command = [str(Path(sys.executable).with_name("tune")), "run", "--nnodes", nnodes]
         environment |= {"PET_RDZV_BACKEND": "c10d", ENDPOINT: rdzv_endpoint, "PET_RDZV_ID": rdzv_id}
+        if fewest < most:
+            environment[OWN_STORES] = "1"
     elif sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command += ["--nproc_per_node", nproc_per_node]
+    if max_restarts:
+        command += ["--max_restarts", str(max_restarts)]
     command += ["distributed_ppl_eval", *recipe_arguments]
     return Launch(command, environment, settings.timeout_seconds)
+
+
+def _node_range(nnodes: str) -> tuple[int, int]:
+    fewest, _, most = nnodes.partition(":")
+    most = most or fewest
+    if not (fewest.isdecimal() and most.isdecimal() and 1 <= int(fewest) <= int(most)):
+        raise ValueError(
+            f"--nnodes is {nnodes!r}; it must be a number of at least 1, or the fewest and the most: 1:2"
+        )
+    return int(fewest), int(most)
 
 
 def start(launch: Launch) -> int:
