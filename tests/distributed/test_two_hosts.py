@@ -1,6 +1,8 @@
 """Two hosts with a network between them: the same numbers as on one, and an end when the cable is cut."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,22 @@ def test_all_end_when_a_host_loses_its_power(hosts, in_the_middle, overrides):
     hosts.kill(1)
     on_a, _ = assert_all_end(hosts, go)
     assert "host host-b (rank 2) cannot be reached" in on_a
+
+
+@pytest.mark.slow
+def test_all_end_when_the_only_rank_of_a_host_is_stopped(hosts, in_the_middle):
+    """Nobody on its host could end it, and its launcher would wait."""
+    go = in_the_middle()
+    os.kill(rank_of(hosts, 1), signal.SIGSTOP)
+    on_a, _ = assert_all_end(hosts, go)
+    assert "host host-b (rank 2) cannot be reached: nothing was heard for" in on_a
+
+
+def rank_of(hosts, host):
+    """The only process of a host that has a rank."""
+    environments = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in hosts.pids(host)}
+    (pid,) = (pid for pid, environment in environments.items() if b"\0LOCAL_RANK=" in environment)
+    return pid
 
 
 @pytest.mark.slow

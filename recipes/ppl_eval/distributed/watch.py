@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ppl_eval.config import activity
 from ppl_eval.distributed import neighbours, signals
 from ppl_eval.distributed.agreement import rank_ranges
+from ppl_eval.distributed.dead_man import DeadMan
 from ppl_eval.distributed.heartbeat import (
     BEAT_SECONDS,
     NODE_ANSWERS_SECONDS,
@@ -57,6 +58,7 @@ class Watch:
         # What this rank found wrong with itself, for the thread that may announce it.
         self._own: Failure | None = None
         self._progress = Progress()
+        self._dead_man: DeadMan | None = None
         self._talker: threading.Thread | None = None
         if process.world_size > 1:
             self._store = process.store.clone()  # type: ignore[attr-defined]
@@ -73,6 +75,9 @@ class Watch:
             heartbeats.beat(self._about())
             self._heartbeats = heartbeats
         self._world = world
+        if self._several_nodes:
+            # The others give this rank up before; on one host a neighbour ends it, or it may sleep.
+            self._dead_man = DeadMan(self._longest + GRACE_SECONDS)
 
     def leave(self) -> None:
         """End a run that went well."""
@@ -115,9 +120,12 @@ class Watch:
         return self._world is not None and len(self._world.nodes) > 1
 
     @property
+    def _longest(self) -> float:
+        return max(self._process.timeout.total_seconds(), SUSPICION_SECONDS)
+
+    @property
     def _patience(self) -> float:
-        longest = max(self._process.timeout.total_seconds(), SUSPICION_SECONDS)
-        return SUSPICION_SECONDS if self._suspicious.is_set() else longest
+        return SUSPICION_SECONDS if self._suspicious.is_set() else self._longest
 
     @property
     def _limit(self) -> str:
@@ -223,6 +231,8 @@ class Watch:
     def _guard(self) -> None:
         while not self._over.wait(_POLL_SECONDS):
             now = time.monotonic()
+            if self._dead_man is not None:
+                self._dead_man.wind()
             if now - self._ticked > SUSPICION_SECONDS:
                 self._answered = now  # This process slept; so did the other thread.
                 self._progress.forgive()
@@ -241,11 +251,12 @@ class Watch:
                 if self._several_nodes and "TORCHELASTIC_RUN_ID" in os.environ:
                     neighbours.hang_up(self._launcher)
                 self._exit(Failure(message), say=self._process.local_rank == 0, grace=GRACE_SECONDS)
+        if self._dead_man is not None:
+            self._dead_man.stop()
 
     def _look_at_itself(self) -> None:
         still = self._progress.look()
-        longest = max(self._process.timeout.total_seconds(), SUSPICION_SECONDS)
-        if still > longest + _OWN_SECONDS and self._leave_at == float("inf"):
+        if still > self._longest + _OWN_SECONDS and self._leave_at == float("inf"):
             message = (
                 f"{self._process.where} makes no progress: nothing was done for {still:.0f} s"
                 f" ({activity.now.describe()}), at {place()}; {self._limit}: raise it if this"
