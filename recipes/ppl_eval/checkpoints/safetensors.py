@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ppl_eval.config.files import parse_json_object
+from ppl_eval.config.retries import open_patiently
 
 # Every dtype that a safetensors header can name and torch can hold.
 SAFETENSORS_DTYPES = {
@@ -65,7 +66,7 @@ def check_readable(path: Path) -> int:
     size = path.stat().st_size
     if size == 0:
         raise ValueError(f"checkpoint file {path} is empty (0 bytes): download or copy it again")
-    with path.open("rb") as file:
+    with open_patiently(path) as file:
         if file.read(40).startswith(b"version https://git-lfs"):
             raise ValueError(
                 f"checkpoint file {path} is a Git LFS pointer of {size} bytes: run `git lfs pull` there"
@@ -84,7 +85,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             unknown dtype.
     """
     size = check_readable(path)
-    with path.open("rb") as file:
+    with open_patiently(path) as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size < 8 or header_bytes > MAX_HEADER_BYTES or header_bytes == 0:
             raise ValueError(
@@ -200,7 +201,7 @@ def sampled_sha256(path: Path) -> str:
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with open_patiently(path) as file:
         digest.update(file.read(MIB))
         for block in range(SAMPLE_BLOCKS):
             file.seek(size * block // SAMPLE_BLOCKS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from ppl_eval.config.retries import open_patiently
 from ppl_eval.data.file_formats import HEAD_BYTES, foreign_format, utf_name
 
 COMPRESSED = (".gz", ".zst")
@@ -149,7 +150,7 @@ def stamp_of(files: Iterable[Path]) -> list[list[Any]] | None:
     stamp = []
     for path in files:
         # Opened before its times are looked at: a network file system may answer from old memory otherwise.
-        with open(path, "rb") as file:
+        with open_patiently(path) as file:
             place = _place(path, os.fstat(file.fileno()))
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if time.time_ns() - max(place[-2:]) < _RACY_NS or places_of([path]) != [place]:
@@ -191,13 +192,13 @@ def _refuse_other_forms(path: Path, head: bytes) -> None:
 @contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
     if path.suffix.lower() == ".gz":
-        with gzip.open(path, "rb") as unpacked:
+        with open_patiently(path) as raw, gzip.open(raw, "rb") as unpacked:
             yield io.BufferedReader(unpacked, 1 << 20)
     elif path.suffix.lower() == ".zst":
-        with open(path, "rb") as raw:
+        with open_patiently(path) as raw:
             yield io.BufferedReader(_ZstdFile(raw, path), 1 << 20)
     else:
-        with open(path, "rb") as file:
+        with open_patiently(path) as file:
             yield file
 
 

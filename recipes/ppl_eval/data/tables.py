@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ppl_eval.config.retries import retry
 from ppl_eval.data.documents import Part
 from ppl_eval.data.input_files import COMPRESSED, open_binary
 from ppl_eval.data.sources import ALL
@@ -192,7 +193,10 @@ def load_named(name: str, config_name: str | None, *, split: str | None, **argum
     import datasets
 
     try:
-        return datasets.load_dataset(name, config_name, split=split, **arguments)
+        return retry(
+            lambda: datasets.load_dataset(name, config_name, split=split, **arguments),
+            f"dataset {name} of the hub cannot be loaded",
+        )
     except Exception as error:
         raise ValueError(
             f"dataset.name: the datasets library cannot load {name!r} (config_name={config_name!r}, "

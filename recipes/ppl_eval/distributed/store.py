@@ -2,14 +2,16 @@
 
 import socket
 import threading
-import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ppl_eval.config.retries import retry
+
 # Beyond its own timeout: the client of the store waits without limit for a server that accepts and is silent.
 _GRACE_SECONDS = 5.0
-_RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
+# Processes that are started together come together, more or less.
+_QUIET_SECONDS = 10.0
 
 
 def open_store(address: str, port: int, *, is_master: bool, timeout: timedelta) -> dist.TCPStore:
@@ -37,10 +39,15 @@ def open_store(address: str, port: int, *, is_master: bool, timeout: timedelta) 
     # The call handles no signal and knows no limit; a thread that hangs in it ends with the process.
     attempt = threading.Thread(target=connect, name="store-connect", daemon=True)
     attempt.start()
-    attempt.join(timeout.total_seconds() + _GRACE_SECONDS)
+    endpoint, patience = f"{address}:{port}", timeout.total_seconds()
+    attempt.join(min(_QUIET_SECONDS, patience))
+    if attempt.is_alive() and patience > _QUIET_SECONDS:
+        # torch's client tries again by itself, and says nothing.
+        print(f"{endpoint} cannot be reached yet; trying for {patience:g} s", flush=True)
+        attempt.join(patience - _QUIET_SECONDS)
+    attempt.join(_GRACE_SECONDS)
     if opened:
         return opened[0]
-    endpoint = f"{address}:{port}"
     if not errors:
         raise ValueError(
             f"{endpoint} accepts connections and does not answer: another program holds the port, or the host"
@@ -66,21 +73,19 @@ def check_endpoint(address: str, port: int, timeout: timedelta) -> None:
     Raises:
         ValueError: names host and port, and says what to do.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
-    for wait in (*_RETRY_SECONDS, *[_RETRY_SECONDS[-1]] * 1000):
-        left = max(1.0, deadline - time.monotonic())
-        try:
-            with socket.create_connection((address, port), left):
-                break
-        except ConnectionRefusedError:
-            return
-        except OSError as error:
-            if time.monotonic() + wait > deadline:
-                raise ValueError(
-                    f"the rendezvous endpoint {address}:{port} cannot be reached: {error}. See that the"
-                    " name is right, that the host is up, and that its firewall lets this one in"
-                ) from error
-            if wait == _RETRY_SECONDS[0]:
-                print(f"{address}:{port} cannot be reached yet ({error}); trying again", flush=True)
-            time.sleep(wait)
+    patience = timeout.total_seconds()
+    try:
+        retry(
+            lambda: socket.create_connection((address, port), max(1.0, patience)).close(),
+            f"{address}:{port} cannot be reached yet",
+            patience_seconds=patience,
+            is_transient=lambda error: not isinstance(error, ConnectionRefusedError),
+        )
+    except ConnectionRefusedError:
+        return
+    except OSError as error:
+        raise ValueError(
+            f"the rendezvous endpoint {address}:{port} cannot be reached: {error}. See that the"
+            " name is right, that the host is up, and that its firewall lets this one in"
+        ) from error
     open_store(address, port, is_master=False, timeout=min(timeout, timedelta(seconds=10)))
