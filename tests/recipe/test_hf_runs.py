@@ -96,17 +96,39 @@ def test_same_bits_on_1_2_and_3_ranks_and_under_fsdp(model, tiny, tmp_path, priv
 
 
 def test_both_engines_give_the_same_number(tiny, tmp_path, private_home):
-    ours = write_config(tmp_path / "torchtune.yaml", tiny.folder, tiny.text, max_windows=9)
+    ours = write_config(tmp_path / "torchtune.yaml", tiny.folder, tiny.text, max_windows=9, cross_check=3)
     theirs = config_of(tiny.folder, tmp_path / "transformers.yaml", tiny.text)
     argvs = [
         ["--config", str(ours), f"output_dir={tmp_path / 'torchtune'}"],
         ["--config", str(theirs), f"output_dir={tmp_path / 'transformers'}", "max_windows=9"],
     ]
-    finished = many(1, argvs, tmp_path)
+    argvs[1].append("cross_check=100")
+    finished = many(2, argvs, tmp_path)
     assert finished.code == 0, finished.output
     torchtune, other = (result_of(tmp_path / name) for name in ("torchtune", "transformers"))
     assert other["nll_sum"] == pytest.approx(torchtune["nll_sum"], rel=1e-6)
     assert other["run"]["kernels"]["attention"] == ["transformers: sdpa"]
+    for result, engine, num_windows in ((torchtune, "transformers", 3), (other, "torchtune", 9)):
+        found = result["cross_check"]
+        assert (found["engine"], found["num_windows"]) == (engine, num_windows)
+        assert found["num_tokens"] == 63 * num_windows
+        assert 0 < found["largest_token_difference"] < 1e-4
+        (note,) = (note for note in result["notes"] if note.startswith("cross_check"))
+        assert f"{engine} scored the first {num_windows} windows ({63 * num_windows} tokens) too" in note
+    # All windows of the run: the sums are those of the two runs.
+    assert found["nll_sum"] == pytest.approx(other["nll_sum"], rel=1e-12)
+    assert found["nll_sum_of_other"] == pytest.approx(torchtune["nll_sum"], rel=1e-12)
+
+
+def test_what_cannot_be_cross_checked_is_said_before_scoring(model, tiny, tmp_path, private_home):
+    config = config_of(model, tmp_path / "config.yaml", tiny.text)
+    argv = ["--config", str(config), "cross_check=2", f"output_dir={tmp_path / 'out'}"]
+    finished = many(2, [[*argv, *FSDP]], tmp_path)
+    assert "cross_check: the model is split over ranks" in finished.output
+    if model.name.startswith("qwen3_moe"):
+        finished = many(1, [argv], tmp_path)
+        assert "cross_check: the other engine cannot run this model: torchtune has no" in finished.output
+    assert not (tmp_path / "out" / "result.json").exists()
 
 
 def test_where_a_models_folder_lies_is_no_part_of_what_it_is(tiny, tmp_path, private_home):

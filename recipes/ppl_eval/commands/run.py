@@ -96,15 +96,10 @@ def config_of(folder: Path, texts: list[str]) -> dict[str, Any]:
 
 
 def _engine(folder: Path, described: dict[str, Any]) -> tuple[dict[str, Any], str, int]:
-    """Return the section ``model``, the checkpointer's ``model_type``, and the model's context: torchtune's
-    where a family has the architecture, else transformers'."""
-    from ppl_eval.models.config_check import model_arguments
-    from ppl_eval.models.families import FAMILIES, OWN_NAMES, check_architecture, family_of
+    """Return the section ``model``, the checkpointer's ``model_type``, and the model's context."""
+    from ppl_eval.models.other_engine import torchtune_section, transformers_section
 
-    known = {family.architecture.model_type for family in FAMILIES}
-    if described.get("model_type") in known:
-        check_architecture(described)
-        model = model_arguments(described)
-        return model, family_of(model["_component_"]).model_type, model["max_seq_len"]
-    longest = described.get("max_position_embeddings") or _LONGEST
-    return {"_component_": "ppl_eval.models.hf.causal_lm", "path": str(folder)}, OWN_NAMES, int(longest)
+    own = torchtune_section(described)
+    if own is not None:
+        return *own, own[0]["max_seq_len"]
+    return *transformers_section(folder), int(described.get("max_position_embeddings") or _LONGEST)

@@ -88,6 +88,7 @@ class Settings:
     timeout_seconds: float = _key(180, at_least=1)
     baseline: str | None = None
     baseline_tolerance: float = _key(0, at_least=0)
+    cross_check: int | None = _key(None, at_least=1, at_most=2**62)
     compile: bool = False
     data_parallel_replicate_dim: int | None = _key(None, at_least=-1)
     data_parallel_shard_dim: int = _key(1, at_least=-1)

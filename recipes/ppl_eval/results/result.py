@@ -23,7 +23,7 @@ from ppl_eval.protocols import coverage
 from ppl_eval.results import baseline, excluded, records, table
 from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
-from ppl_eval.run import forward, schedule
+from ppl_eval.run import cross_check, forward, schedule
 from ppl_eval.run.facts import batch_dependence, plan_facts
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.run.state import RunState, Scored
@@ -100,6 +100,7 @@ def build(
     """
     settings, inputs = state.settings, state.inputs
     expected_tokens = state.share.expected_tokens
+    checked = cross_check.compare(state)
     return {
         "schema": table.SCHEMA,
         "key": plan_key(plan_facts(state)),
@@ -107,6 +108,7 @@ def build(
         **_question(state, scored),
         "model": _model(state),
         "quantizer": _quantizer(state),
+        "cross_check": checked,
         "dtype": settings.dtype,
         "device": state.device.type,
         "compile": settings.compile,
@@ -124,6 +126,7 @@ def build(
         "kernels": kernel_facts(state.device),
         "notes": [
             *state.notes,
+            *cross_check.note(checked),
             *excluded.note(scored.accumulator, inputs),
             *forward.memory_note(state, scored.accumulator.run.totals),
         ],

@@ -13,6 +13,7 @@ from ppl_eval.distributed.process import launch_notes
 from ppl_eval.distributed.process_group import be_patient, divided_searches
 from ppl_eval.distributed.rendezvous import World
 from ppl_eval.models.decoder import Decoder
+from ppl_eval.run import cross_check
 from ppl_eval.run.calibration_text import calibration_batches
 from ppl_eval.run.inputs import read_inputs
 from ppl_eval.run.state import Source
@@ -76,6 +77,7 @@ def fill_model(
     Raises:
         ValueError: if checkpoint and model do not fit, or cannot be quantised or split so.
     """
+    cross_check.check_possible(settings, source.checkpoint, placement)
     batches, notes = calibration_batches(settings, source.inputs, world)
     share = divided_searches(world, placement.device)
     model = load.load_model(decoder, source.checkpoint, settings, placement, batches=batches, share=share)
