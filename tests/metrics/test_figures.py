@@ -270,7 +270,8 @@ def without(batch: Batch, sums: Accumulator, *windows: int) -> np.ndarray:
     scores = scored(batch)
     bad_B = np.isin(batch.window_ids_B, windows)
     scores.nll_BT[bad_B, 0] = math.nan
-    scores = scores._replace(nll_sum_B=scores.nll_BT.sum(axis=1))
+    sums_B = scores.nll_BT.sum(axis=1)
+    scores = scores._replace(nll_sum_B=sums_B, nll_sq_sum_B=(scores.nll_BT**2).sum(axis=1))
     return records_of(batch, finite.exclude(batch, scores), len(sums.positions), sums.bucket_width)
 
 

@@ -149,6 +149,8 @@ def test_it_is_shown_wherever_the_number_is(runs, excluded):
         assert note in output
     assert f"window {excluded[0]} (document 1, from its token" in alone
     assert "is left out (nan: exclude)" in alone
+    for domain in result["domains"].values():
+        assert f" ({domain['num_excluded_tokens']} left out)" in alone
     assert [note for note in result_of(folder / "merged")["notes"] if "nan" in note] == [note]
 
 

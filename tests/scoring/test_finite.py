@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppl_eval.metrics.totals import TokenComparison, joined_scores
+from ppl_eval.metrics.totals import TokenComparison, Totals, joined_scores
 from ppl_eval.metrics.window_records import records_of
 from ppl_eval.protocols.batches import Batch
 from ppl_eval.scoring import finite
@@ -47,12 +47,13 @@ def batch_and_scores(bad: float):
     return batch, scores._replace(details_N=details, comparison=compared)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+# The last is finite, and its square more than any total can hold.
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 2.0**31])
 def test_a_window_is_left_out_whole(bad):
     batch, scores = batch_and_scores(bad)
     scores = scores._replace(in_parts=True)
     assert finite.not_finite(scores).tolist() == [False, False, True]
-    words = f"window 9 (document 0, from its token 90) has NLL {bad} on host 1"
+    words = f"window 9 (document 0, from its token 90) has NLL {bad + 8} on host 1"
     assert finite.describe(batch, scores, "host 1") == words
     kept = finite.exclude(batch, scores)
     assert kept.nll_sum_B.tolist() == [3.0, 4.0, 0.0]
@@ -61,7 +62,7 @@ def test_a_window_is_left_out_whole(bad):
     assert kept.num_correct_B.tolist() == [1, 1, 0]
     assert kept.num_excluded_B.tolist() == [0, 0, 2]
     assert [values_N.tolist() for values_N in (*kept.details_N, *kept.comparison)] == [[0, 1, 2]] * 7
-    assert not np.isfinite(scores.nll_sum_B).all(), "the scores that it was given stay as they are"
+    assert finite.not_finite(scores)[2], "the scores that it was given stay as they are"
     records = records_of(batch, kept, 3, 1)
     assert records["num_excluded"].tolist() == [0, 0, 2]
     assert records["in_parts"].tolist() == [1, 1, 1]
@@ -70,4 +71,4 @@ def test_a_window_is_left_out_whole(bad):
     assert records["kl_sum"].tolist() == [1.0, 2.0, 0.0]
     assert (records["scored_hash_sums"] == 1).all()
     with pytest.raises(AssertionError, match="not finite"):
-        records_of(batch, scores, 3, 1)
+        Totals().add(scores)

@@ -26,7 +26,8 @@ _LIMB = 1 << _LIMB_BITS
 # 96 fractional bits, 62 bits of value and 2^40 windows, with the sign, fit in 7 limbs.
 NUM_LIMBS = 7
 NUM_VALUE_LIMBS = 5
-_LARGEST = float(1 << 62)
+# What a sum over a window may not reach.
+LARGEST = float(1 << 62)
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -102,7 +103,7 @@ def fixed_limbs(values: FloatArray) -> list[IntArray]:
     The most significant limbs come first; each may be added over 2^31 values.
     """
     magnitude = np.abs(values)
-    assert np.all(magnitude < _LARGEST), (
+    assert np.all(magnitude < LARGEST), (
         "a value of 2^62 or more, or one that is not finite, reached the totals"
     )
     sign = np.where(np.signbit(values), -1, 1).astype(np.int64)

@@ -5,15 +5,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ppl_eval.metrics.totals import TokenComparison, WindowScores
+from ppl_eval.metrics.totals import LARGEST, TokenComparison, WindowScores
 from ppl_eval.metrics.window_records import targets_of
 from ppl_eval.protocols.base import BoolArray
 from ppl_eval.protocols.batches import Batch
 
 
 def not_finite(scores: WindowScores) -> BoolArray:
-    """Return which windows of a batch have an NLL that is NaN or infinite; bool [B]."""
-    return np.asarray(~np.isfinite(scores.nll_sum_B))
+    """Return which windows of a batch have an NLL that is NaN, infinite, or so large that no total holds its
+    square (2^31 nats a token); bool [B]."""
+    return np.asarray(~(scores.nll_sq_sum_B < LARGEST))
 
 
 def describe(batch: Batch, scores: WindowScores, where: str) -> str:
