@@ -201,6 +201,13 @@ def test_an_error_names_the_window_and_a_resumed_run_does_not_take_exclusions_ov
     assert f"error: window {excluded[0]} (document 1, from its token" in finished.output
     assert "nan=exclude leaves such windows out" in finished.output
     assert "resumed: " in finished.output
+    # The same command goes on with the other rule, from what is done.
+    argv += [f"output_dir={tmp_path / 'held'}", "resume=require", "nan=exclude"]
+    finished = ranks([argv], tmp_path, [env])
+    assert finished.code == 0, finished.output
+    found, resumed = everything(tmp_path / "held")
+    assert resumed >= 6
+    assert found == everything(folder / "3")[0]
 
 
 @pytest.mark.parametrize(
