@@ -19,6 +19,13 @@ HEADS = {"head_dim": 16}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 160}
 # With more than ten, their order by number is not that by name.
 EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
 DEEPSEEK = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -28,11 +35,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+    **LATENT,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 HYBRID = {**MAMBA, "num_local_experts": 4, "layer_types": ["mamba", "attention"], "logits_scaling": 3.0}
@@ -78,6 +81,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}, "sdpa"),
     "granitemoehybrid": ("GraniteMoeHybridConfig", HYBRID, "sdpa"),
     "gpt2": ("GPT2Config", GPT, "sdpa"),
+    "opt": ("OPTConfig", {"word_embed_proj_dim": 32, "ffn_dim": 96}, "sdpa"),
+    "minicpm3": ("MiniCPM3Config", {**LATENT, "num_key_value_heads": 4, "dim_model_base": 24}, "sdpa"),
 }
 
 

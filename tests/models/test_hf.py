@@ -49,7 +49,7 @@ def test_a_head_that_does_more_than_is_known_is_refused(tmp_path, monkeypatch):
         loaded(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "mamba2", "deepseek_v3"])
 def test_in_bfloat16_every_tensor_has_the_dtype_that_transformers_gives_it(name, tmp_path):
     _, attention = written(name, tmp_path)
     own = transformers.AutoModelForCausalLM.from_pretrained(
@@ -61,12 +61,6 @@ def test_in_bfloat16_every_tensor_has_the_dtype_that_transformers_gives_it(name,
         for part, tensor in getattr(decoder.module, kind)():
             assert tensor.dtype == theirs[part], part
     torch.testing.assert_close(scored(decoder), full_forward(own), rtol=0, atol=0.05)
-
-
-def test_weights_that_transformers_keeps_in_float32_are_not_cast_in_silence(tmp_path):
-    written("deepseek_v3", tmp_path)
-    with pytest.raises(ValueError, match=r"keeps \d+ weights of a DeepseekV3ForCausalLM in float32"):
-        loaded(tmp_path, dtype=torch.bfloat16)
 
 
 def test_joined_experts_count_as_not_quantised(tmp_path):

@@ -15,7 +15,7 @@ from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.scoring.split import split_model
 
 CPU = torch.device("cpu")
-SINGLE, FSDP, CP, TP = (1, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
+SINGLE, COPIES, FSDP, CP, TP = (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
 # Longer than the 32 of phi3_longrope; the part of the second of two ranks is shorter.
 TOKENS_BT = torch.randint(3, 160, (2, 36), generator=torch.Generator().manual_seed(1))
 FEW = [
@@ -24,21 +24,22 @@ FEW = [
 ]
 NOT_IN_PARTS = ("falcon", "bloom", "mamba2", "bamba", "granitemoehybrid")
 NOT_DIVIDED = {
-    **dict.fromkeys(("gpt2", "stablelm", "falcon", "bloom", "mamba2"), "has no plan"),
+    **dict.fromkeys(("gpt2", "stablelm", "falcon", "bloom", "mamba2", "opt"), "has no plan"),
     **dict.fromkeys(("gpt_oss", "bamba"), "splits no layer"),
     **dict.fromkeys(
         ("mixtral", "qwen3_moe", "olmoe", "granitemoe", "deepseek_v3", "phimoe", "granitemoehybrid"),
         "experts as moe_tp_experts",
     ),
+    "minicpm3": r"kv_a_proj_with_mqa as mla_kv_a_proj",
     "cohere_qk_norm": r"how model\.layers\.0\.self_attn\.q_norm\.weight is split",
 }
 
 
 @torch.no_grad()
-def score(folder, attention, degrees):
+def score(folder, attention, degrees, dtype=torch.float32):
     """NLL of every token, the same on all ranks; and this rank's share of the hash of the weights."""
     dims = ParallelDims(*degrees, dist.get_world_size() if dist.is_initialized() else 1)
-    decoder = on_meta(folder, attention)
+    decoder = on_meta(folder, attention, dtype)
     tensors = under_own_names(decoder, load_state_dict(section(folder)).state_dict)[0]
     decoder.module.eval().requires_grad_(False)
     decoder.prepare(CPU)
@@ -96,11 +97,14 @@ def test_what_runs_between_positions_unseen_is_found_out(alone):
 
 
 @run_ranks(2)
-def test_buffers_of_a_checkpoint_are_read_into_shards(alone):
+def test_buffers_and_weights_of_another_dtype_are_read_into_shards(alone):
     folder, attention, expected_N, expected_hash = alone["deepseek_v3"]
     found_N, counted = score(folder, attention, FSDP)
     np.testing.assert_array_equal(found_N, expected_N)
     assert hash_of(counted) == expected_hash
+    # transformers keeps the router in float32 beside bfloat16: a unit of its own.
+    copies, shards = (score(folder, attention, degrees, torch.bfloat16)[0] for degrees in (COPIES, FSDP))
+    np.testing.assert_array_equal(shards, copies)
 
 
 def test_degrees_follow_from_heads_and_widths(alone):

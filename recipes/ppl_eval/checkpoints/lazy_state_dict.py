@@ -95,7 +95,8 @@ def load_into(
     decoder = scorable(model)
     names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
     check_packed_for(meta_of(state_dict), device)
-    notes += note_conversions(state_dict, names, dtype)
+    own = decoder.own_dtypes(dtype)
+    notes += note_conversions(state_dict, names, dtype, own)
     loaded: dict[str, torch.Tensor] = {}
     for name in names:
         activity.tick()
@@ -104,7 +105,7 @@ def load_into(
             if is_quantized(tensor) or not tensor.is_floating_point():
                 loaded[name] = move(tensor, device)
             else:
-                loaded[name] = tensor.to(device=device, dtype=dtype)
+                loaded[name] = tensor.to(device=device, dtype=own.get(name, dtype))
         del tensor
     decoder.module.load_state_dict(loaded, strict=True, assign=True)
     decoder.init_buffers(device)
@@ -113,14 +114,25 @@ def load_into(
 
 
 def note_conversions(
-    state_dict: Mapping[str, torch.Tensor], names: list[str], dtype: torch.dtype
+    state_dict: Mapping[str, torch.Tensor],
+    names: list[str],
+    dtype: torch.dtype,
+    own: Mapping[str, torch.dtype],
 ) -> list[str]:
-    """Return one note per dtype that loading converts from; no tensor is read."""
+    """Return one note per dtype that loading converts from; no tensor is read.
+
+    Args:
+        state_dict: the checkpoint.
+        names: what is loaded.
+        dtype: of the run.
+        own: dtypes of weights that stay in another (``Decoder.own_dtypes``), of which no note is made.
+    """
     meta = meta_of(state_dict)
     converted: dict[torch.dtype, int] = {}
     for name in names:
         tensor = meta[name]
-        if not is_quantized(tensor) and tensor.is_floating_point() and tensor.dtype != dtype:
+        plain = not is_quantized(tensor) and tensor.is_floating_point() and name not in own
+        if plain and tensor.dtype != dtype:
             converted[tensor.dtype] = converted.get(tensor.dtype, 0) + 1
     return [
         f"{num_weights} weights converted from {short_dtype(source)} to {short_dtype(dtype)}"

@@ -156,6 +156,10 @@ class Decoder(ABC):
         """Return what a reader must know about computing in this dtype."""
         return []
 
+    def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the dtypes of weights that stay in another than that of the run, by name."""
+        return {}
+
     def supports(self, axis: str) -> str | None:
         """Return why the model cannot be split along ``cp`` or ``tp`` or by a ``tensor_parallel_plan``, or
         not run ``branches`` (``hidden_of_branches``); None where it can."""

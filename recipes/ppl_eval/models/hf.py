@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ppl_eval.config.files import read_json_object
 from ppl_eval.models.hf_decoder import HFDecoder
@@ -58,26 +59,32 @@ def causal_lm(path: str, attention: str = "sdpa") -> HFDecoder:
             f"transformers cannot build the causal language model of {folder / 'config.json'} with"
             f" model.attention={attention}: {error}"
         ) from error
-    _refuse_mixed_dtypes(module)
+    _keep_in_float32(module)
     return HFDecoder(module, read_json_object(folder / "config.json"))
 
 
-def _refuse_mixed_dtypes(module: Any) -> None:
-    """Refuse a dtype beside which transformers keeps some of the weights in float32: casting them all would
-    give another number."""
-    dtype = torch.get_default_dtype()
-    kept = [
-        name
-        for name in module.state_dict()
-        if any(re.search(pattern.replace(".", r"\."), name) for pattern in module._get_dtype_plan(dtype))
-    ]
-    if kept:
-        shown = ", ".join(kept[:3])
-        raise ValueError(
-            f"transformers keeps {len(kept)} weights of a {type(module).__name__} in float32 where the others"
-            f" are in {str(dtype).removeprefix('torch.')} ({shown}, ...), which is not supported; use"
-            " dtype=fp32"
-        )
+def _keep_in_float32(module: Any) -> None:
+    """Give weights that transformers keeps in float32 beside others in half precision that dtype.
+
+    Raises:
+        ValueError: if embedding or head are among them.
+    """
+    plan = module._get_dtype_plan(torch.get_default_dtype())
+    # The table's patterns are regular expressions in which a star stands for any text.
+    kept = [re.compile(pattern.replace("*", ".*")) for pattern in plan]
+    ends = {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if not any(pattern.search(name) for pattern in kept) or tensor.dtype == torch.float32:
+            continue
+        if id(tensor) in ends:
+            raise ValueError(
+                f"transformers keeps {name} of a {type(module).__name__} in float32, which is not supported;"
+                " use dtype=fp32"
+            )
+        place, _, last = name.rpartition(".")
+        cast = tensor.detach().float()
+        whole = nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
+        setattr(module.get_submodule(place), last, whole)
 
 
 def _config_of(auto: Any, folder: Path) -> Any:

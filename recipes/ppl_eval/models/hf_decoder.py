@@ -26,6 +26,7 @@ _FACTORS = {
     "hyperclovax": ("logits_scaling", False),
     "cohere": ("logit_scale", False),
     "cohere2": ("logit_scale", False),
+    "minicpm3": ("logits_scaling", True),
     "falcon_h1": ("lm_head_multiplier", False),
 }
 _CAP = "final_logit_softcapping"
@@ -89,9 +90,10 @@ class HFDecoder(Decoder):
         self._model: Any = module
         kind = type(module).__name__
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        self._base: Any = getattr(module, self._model.base_model_prefix, None)
+        # OPT's forward calls what is inside of its base model.
+        self._base: Any = self._model.get_decoder()
         plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)
-        if not plain or self._base is None:
+        if not plain or self._base is module:
             raise ValueError(f"{kind} has no embedding, no linear head, or no base model that could be told")
         names = {id(part): name for name, part in module.named_modules()}
         self._embedding_name, self._head_name = names[id(embedding)], names[id(head)]
@@ -170,6 +172,18 @@ class HFDecoder(Decoder):
     @property
     def _attention(self) -> str:
         return str(self._model.config._attn_implementation)
+
+    def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return those that transformers gives them: of routers, for one."""
+        weights = self.module.state_dict().items()
+        return {name: w.dtype for name, w in weights if w.is_floating_point() and w.dtype != dtype}
+
+    def notes_on(self, dtype: torch.dtype) -> list[str]:
+        """Say what stays in another dtype."""
+        own = self.own_dtypes(dtype)
+        if not own:
+            return []
+        return [f"{len(own)} weights stay in float32, as transformers keeps them ({next(iter(own))}, ...)"]
 
     def supports(self, axis: str) -> str | None:
         """Refuse what the model's code does not allow; data parallelism and FSDP are always there."""

@@ -130,11 +130,14 @@ def shard_model(
         if mesh.device_type == "cpu":
             unit.set_custom_all_gather(gather)  # type: ignore[operator]
 
+    usual = decoder.embed_unit().weight.dtype
+    in_pieces = mesh.device_type == "cpu" and not whole_layers
     for layer in decoder.layers:
-        if mesh.device_type == "cpu" and not whole_layers:
-            for module in layer.modules():
-                if isinstance(module, nn.Linear):
-                    shard(module, reshard_after_forward, one_buffer)
+        for module in layer.modules():
+            # A unit has one dtype.
+            odd = any(parameter.dtype != usual for parameter in module.parameters(recurse=False))
+            if odd or (in_pieces and isinstance(module, nn.Linear)):
+                shard(module, reshard_after_forward, one_buffer)
         shard(layer, reshard_after_forward, one_buffer)
     shard(decoder.embed_unit(), reshard_after_forward, own_buffer)
     head = decoder.head_unit()

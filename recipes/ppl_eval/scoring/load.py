@@ -214,7 +214,7 @@ def load_model(
         model = _split(decoder, settings, placement, shard=False)
     else:
         names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
-        notes += note_conversions(state_dict, names, dtype)
+        notes += note_conversions(state_dict, names, dtype, decoder.own_dtypes(dtype))
         model = _split(decoder, settings, placement, shard=True)
         model.load(state_dict, weights)
     weights.close()
