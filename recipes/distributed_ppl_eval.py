@@ -93,7 +93,7 @@ class DistributedPPLEvalRecipe:
         from ppl_eval.run.reading import fill_model
         from ppl_eval.run.share import share_of
         from ppl_eval.run.state import NOTHING_DONE, RunState
-        from ppl_eval.run.weights import agree_on_weights
+        from ppl_eval.run.weights import hashes_of
         from ppl_eval.scoring.load import Placement
 
         self._runs = self.world.agree("checkpoint folder", lambda: fill_in(self._runs))
@@ -129,10 +129,10 @@ class DistributedPPLEvalRecipe:
             lambda model: model.facts(),
         )
         load_seconds = time.monotonic() - begin
-        weights_hash = agree_on_weights(world, model.weights, device)
+        hashes = hashes_of(world, model, device)
         share = share_of(settings.part, source.inputs)
         timed = (load_seconds, self._started)
-        known = (settings, world, device, dims, source, model, weights_hash)
+        known = (settings, world, device, dims, source, model, *hashes)
         state = RunState(*known, *timed, share, NOTHING_DONE)
         self._log_rank_zero(f"model loaded in {load_seconds:.1f} s: {model.num_parameters:,} parameters")
         self.state, self._ledger = continuation.open_ledger(state, self._resources, self._log.info)
@@ -146,7 +146,7 @@ class DistributedPPLEvalRecipe:
     def evaluate(self, **_: Any) -> None:
         """Score this rank's batches, then add up over all ranks."""
         from ppl_eval.results.progress import Progress
-        from ppl_eval.results.token_spool import TokenSpool
+        from ppl_eval.results.token_spool import TokenSpool, keeps_tokens
         from ppl_eval.run import loop
         from ppl_eval.run.schedule import Schedule
 
@@ -157,7 +157,7 @@ class DistributedPPLEvalRecipe:
         progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
 
         spool = (self._ledger.folder, self.world.rank, state.inputs.plan)
-        tokens = TokenSpool(*spool) if self.settings.per_token else None
+        tokens = TokenSpool(*spool) if keeps_tokens(self.settings) else None
 
         def keep(batch: Batch, scores: WindowScores, records: Records, totals: Totals) -> None:
             if tokens is not None:
@@ -177,21 +177,14 @@ class DistributedPPLEvalRecipe:
 
     def save_checkpoint(self, **_: Any) -> None:
         """Write the result, print it, and hold it against the baseline: rank 0 does, the others wait."""
-        from ppl_eval.results import parquet_files, result
+        from ppl_eval.results import joined, parquet_files, result
 
         state, scored, world = self.state, self.scored, self.world
-        own = self._ledger.own()
+        here = (self.settings, state.inputs, self._ledger.own(), [self._ledger.folder])
+        ranks: dict[str, Any] = {"world": world, "add_over_ranks": self._add_over_ranks}
         if self.settings.part is None:
-            parquet_files.write_tables(
-                self.settings,
-                state.inputs,
-                own,
-                [self._ledger.folder],
-                excluded_W=scored.accumulator.excluded_W,
-                world=world,
-                add_over_ranks=self._add_over_ranks,
-            )
-        rounded_nll = result.rounded_nll(self.settings, state.inputs, own, self._add_over_ranks)
+            parquet_files.write_tables(*here, excluded_W=scored.accumulator.excluded_W, **ranks)
+        found = joined.join(*here, **ranks)
         self._ledger.close()
         row = result.rank_row(state, scored)
         per_rank = process_group.all_gather_rows(row, world.world_size, state.device)
@@ -199,7 +192,7 @@ class DistributedPPLEvalRecipe:
             "result",
             lambda: (
                 result.write_result(
-                    state, scored, per_rank, rounded_nll, self._baseline, metric_logger=self._metric_logger
+                    state, scored, per_rank, found, self._baseline, metric_logger=self._metric_logger
                 )
                 if world.rank == 0
                 else 0

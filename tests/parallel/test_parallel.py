@@ -14,7 +14,8 @@ from ppl_eval.parallel import context_parallel
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.parallel.tensor_parallel import bounds
 from ppl_eval.protocols.sampler import DUMMY_BATCH, batches_of
-from ppl_eval.scoring.nll import Softmax, token_nll, window_scores
+from ppl_eval.scoring.nll import window_scores
+from ppl_eval.scoring.softmax import Softmax, token_nll
 from ppl_eval.scoring.split import split_model
 
 CPU = torch.device("cpu")

@@ -169,7 +169,7 @@ def test_ranks_a_resumed_run_and_parts_agree(runs):
 
 
 def test_the_ledger_holds_what_was_left_out(runs, excluded):
-    records = read_ledger(ledger_of(runs[0] / "held"), NUM_BUCKETS)
+    records = read_ledger(ledger_of(runs[0] / "held"), record_dtype(NUM_BUCKETS))
     assert records.dtype == record_dtype(NUM_BUCKETS)
     there = np.isin(records["window_id"], excluded)
     assert there.any()

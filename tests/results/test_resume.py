@@ -246,7 +246,7 @@ def test_never_starts_over_and_keeps_the_records(killed, copies, tmp_path):
     assert finished.code == 0, finished.output
     assert everything(tmp_path / "again") == (expected, 0)
     (kept,) = (tmp_path / "again" / "previous" / key).iterdir()
-    assert len(read_ledger(kept, NUM_BUCKETS)) == 12
+    assert len(read_ledger(kept, record_dtype(NUM_BUCKETS))) == 12
 
 
 def test_another_evaluation_is_refused_before_it_scores(copies, tmp_path):
@@ -256,7 +256,7 @@ def test_another_evaluation_is_refused_before_it_scores(copies, tmp_path):
     assert finished.code == 2, finished.output
     assert f"its key is {key}, this run's is " in finished.output
     assert "protocol.max_seq_len: 32 here, 64 there" in finished.output
-    assert len(read_ledger(ledger_of(tmp_path / "other"), NUM_BUCKETS)) == 12
+    assert len(read_ledger(ledger_of(tmp_path / "other"), record_dtype(NUM_BUCKETS))) == 12
 
 
 def test_require_needs_something(tiny, tmp_path, private_home):

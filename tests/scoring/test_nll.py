@@ -9,7 +9,8 @@ from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_2 import llama3_2
 
 from helpers.tiny import SHAPE
-from ppl_eval.scoring.nll import ScoringModel, Softmax, rows_per_chunk, token_nll, window_scores
+from ppl_eval.scoring.nll import ScoringModel, rows_per_chunk, window_scores
+from ppl_eval.scoring.softmax import Softmax, token_nll
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from ppl_eval.config.environment import versions
 from ppl_eval.config.files import read_json_object
 from ppl_eval.distributed import neighbours
 from ppl_eval.distributed.agreement import rank_ranges
+from ppl_eval.metrics.window_records import record_dtype
 from ppl_eval.protocols.base import BoolArray
 from ppl_eval.results.ledger import FOLDER, PLAN_FILE, plan_key, rank_files
 from ppl_eval.results.resume import describe_differences
@@ -149,7 +150,9 @@ def _ledger(folder: Path) -> _Ledger:
         return _Ledger(folder.name, np.zeros(0, dtype=np.bool_), 0, {}, findings)
     recorded_W = np.zeros(int(facts["num_windows"]), dtype=np.bool_)
     num_records = num_doubled = 0
-    for file in rank_files(folder, facts.get("position_buckets") or 0):
+    for file in rank_files(
+        folder, record_dtype(facts.get("position_buckets") or 0, bool(facts.get("reference")))
+    ):
         ids = file.records["window_id"]
         known = ids[(ids >= 0) & (ids < len(recorded_W))]
         new = np.unique(known[~recorded_W[known]])

@@ -20,9 +20,10 @@ from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.process import connect
 from ppl_eval.distributed.rendezvous import meet
 from ppl_eval.metrics.accumulator import Accumulator
-from ppl_eval.metrics.window_records import Records, in_order
+from ppl_eval.metrics.window_records import Records, form_of, in_order
 from ppl_eval.protocols.batches import expected_hash_sums
 from ppl_eval.results import excluded, parquet_files, result
+from ppl_eval.results.joined import join
 from ppl_eval.results.ledger import FOLDER, lock_output_dir, read_ledger
 from ppl_eval.results.previous import set_aside
 from ppl_eval.results.provenance import merged_facts
@@ -74,7 +75,8 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
     inputs = read_inputs(settings, world)
     _check_inputs(parts[0], inputs)
     records = in_order(np.concatenate([_read_records(part, inputs, settings) for part in parts]))
-    sums = Accumulator(inputs.plan, inputs.data, settings.position_buckets or 0)
+    compared = settings.reference is not None
+    sums = Accumulator(inputs.plan, inputs.data, settings.position_buckets or 0, compared=compared)
     sums.add(records)
     sums.run.totals.expected_hash_sums = expected_hash_sums(inputs.plan, inputs.data, 0, 1)
     sums.check_coverage(inputs.expected_tokens, inputs.plan.num_windows)
@@ -95,8 +97,8 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
             world=world,
             add_over_ranks=_alone,
         )
-        rounded_nll = result.rounded_nll(settings, inputs, records, _alone)
-        measured = result.measured(settings, inputs, sums, inputs.expected_tokens, rounded_nll)
+        found = join(settings, inputs, records, ledgers, world=world, add_over_ranks=_alone)
+        measured = result.measured(settings, inputs, sums, inputs.expected_tokens, found)
         joined = join_results([part.about for part in parts], measured)
         joined["notes"] += excluded.note(sums, inputs)
         joined["run"] = merged_facts(world, started, [part.about for part in parts])
@@ -180,7 +182,7 @@ def _check_inputs(part: Part, inputs: Inputs) -> None:
 
 def _read_records(part: Part, inputs: Inputs, settings: Settings) -> Records:
     wanted = np.sort(inputs.plan.ids(*share_of(part.about["part"], inputs).places))
-    records = read_ledger(part.ledger, settings.position_buckets or 0)
+    records = read_ledger(part.ledger, form_of(settings))
     if not np.array_equal(records["window_id"], wanted):
         missing = np.setdiff1d(wanted, records["window_id"])
         raise ValueError(

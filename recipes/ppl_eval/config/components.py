@@ -67,6 +67,27 @@ def _near_module(parent: str, part: str, rest: str) -> str:
     return f"; did you mean '{parent}.{near[0]}{rest}'?" if near else ""
 
 
+def check_component(name: str, section: DictConfig) -> None:
+    """Check a section's component by name, without importing anything but this project's own.
+
+    Args:
+        name: the section's key.
+        section: the section; a component that has moved gets its new path.
+
+    Raises:
+        ValueError: if it names none, or one that may not stand there.
+    """
+    component = section.get("_component_")
+    if component is None:
+        raise ValueError(f"{name}._component_ is missing: the dotted path of what to build")
+    if isinstance(component, str) and component in MOVED:
+        section._component_ = component = MOVED[component]
+    for named in components_in(name, kind_of_section(name), OmegaConf.to_container(section)):
+        check_name(named)
+    if component.startswith("ppl_eval."):
+        check_arguments(name, section)
+
+
 def check_arguments(section: str, node: Mapping[Any, Any]) -> Any:
     """Find a section's component, and check its argument names.
 

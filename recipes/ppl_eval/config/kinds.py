@@ -87,7 +87,7 @@ def kind_of_section(section: str) -> str:
     """Return the kind of component that a key of the config needs."""
     if section == "quantizer.calibration.dataset":
         return "dataset"
-    kind = section.split(".")[0]
+    kind = section.removeprefix("reference.").split(".")[0]
     assert kind in KINDS, section
     return kind
 

@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppl_eval.config import own_code, parts
-from ppl_eval.config.components import MOVED, check_arguments, check_inside, suggest
+from ppl_eval.config import reference as other_model
+from ppl_eval.config.components import check_arguments, check_component, check_inside, suggest
 from ppl_eval.config.flags import NO_FLAGS, Flags, refuse_flags_in, take_flags
-from ppl_eval.config.kinds import check_name, components_in
 from ppl_eval.config.yaml_files import find_config, load_config, override
 
 _INTERPOLATION = re.compile(r"\$\{\s*([\w.]+)")
@@ -65,6 +65,7 @@ class Settings:
     dataset: DictConfig
     protocol: DictConfig
     quantizer: DictConfig | None = None
+    reference: DictConfig | None = None
     metric_logger: DictConfig | None = None
     aggregation: Aggregation = field(default_factory=Aggregation)
     # torchtune's set_seed takes what NumPy takes.
@@ -146,7 +147,9 @@ def _keys_of(kind: type) -> dict[str, Key]:
 
 KEYS = _keys_of(Settings)
 AGGREGATION_KEYS = _keys_of(Aggregation)
-SECTIONS = tuple(name for name, key in KEYS.items() if DictConfig in key.types and name != "aggregation")
+SECTIONS = tuple(
+    name for name, key in KEYS.items() if DictConfig in key.types and name not in ("aggregation", "reference")
+)
 USAGE = f"""\
 usage: distributed_ppl_eval --config <path or shipped name> [key=value ...]
 
@@ -234,9 +237,8 @@ def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:
     aggregation = {
         name: _check_value(name, key, given, "aggregation.") for name, key in AGGREGATION_KEYS.items()
     }
-    for name in SECTIONS:
-        if values[name] is not None:
-            _check_component(name, values[name])
+    for name, section in sections_of(values):
+        check_component(name, section)
     _check_together(values)
     if values["part"] is not None:
         values["output_dir"] = str(Path(values["output_dir"]) / parts.folder_name(values["part"]))
@@ -273,15 +275,12 @@ def check_built(settings: Settings) -> None:
     Raises:
         ValueError: for one that does not exist, may not stand there, or does not take its arguments.
     """
-    for name in SECTIONS:
-        section = getattr(settings, name)
-        if section is None:
-            continue
+    for name, section in sections_of(vars(settings)):
         plain = OmegaConf.to_container(section, resolve=True)
         assert isinstance(plain, dict)
         check_inside(name, plain)
         # Of these two only the name is read.
-        if name not in ("checkpointer", "quantizer"):
+        if name.removeprefix(other_model.PREFIX) not in ("checkpointer", "quantizer"):
             check_arguments(name, plain)
 
 
@@ -294,16 +293,12 @@ def _missing(value: Any, name: str = "") -> Iterator[str]:
         yield from _missing(item, f"{name}.{key}" if name else str(key))
 
 
-def _check_component(name: str, section: DictConfig) -> None:
-    component = section.get("_component_")
-    if component is None:
-        raise ValueError(f"{name}._component_ is missing: the dotted path of what to build")
-    if isinstance(component, str) and component in MOVED:
-        section._component_ = component = MOVED[component]
-    for named in components_in(name, name, OmegaConf.to_container(section)):
-        check_name(named)
-    if component.startswith("ppl_eval."):
-        check_arguments(name, section)
+def sections_of(values: Mapping[str, Any]) -> Iterator[tuple[str, DictConfig]]:
+    """Walk the sections with a component that a config has, by key; those of the reference too."""
+    for name in SECTIONS:
+        if values[name] is not None:
+            yield name, values[name]
+    yield from other_model.sections_of(values["reference"])
 
 
 def _check_value(name: str, key: Key, config: DictConfig, prefix: str = "") -> Any:

@@ -59,7 +59,7 @@ class WindowScores(NamedTuple):
         num_correct_B: scored targets that were the most likely token; int64.
         nll_BT: NLL of each target, nats, 0 where none is scored; float64. None if it is not kept.
         correct_BT: whether each scored target was the most likely token; int64. None likewise.
-        details_N: rank, most likely token and entropy of the scored targets (``nll.token_nll``); empty if
+        details_N: rank, most likely token and entropy of the scored targets (``softmax.token_nll``); empty if
             they were not asked for.
         comparison: the scored targets beside a reference; None without one.
         num_excluded_B: targets of windows that are left out (``finite.exclude``), which are not among the

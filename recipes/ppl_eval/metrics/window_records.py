@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
+from ppl_eval.config.settings import Settings
 from ppl_eval.metrics import comparison
 from ppl_eval.metrics.totals import NUM_VALUE_LIMBS, WindowScores, fixed_limbs
 from ppl_eval.protocols import coverage
@@ -36,6 +37,7 @@ _COUNTS = ("window_id", "num_tokens", "num_correct", "num_excluded", "in_parts")
 _SUMS = ("nll_sum", "nll_sq_sum")
 
 Records = npt.NDArray[np.void]
+Form = np.dtype[np.void]
 
 
 def record_dtype(num_buckets: int = 0, compared: bool = False) -> np.dtype[np.void]:
@@ -59,6 +61,14 @@ def record_dtype(num_buckets: int = 0, compared: bool = False) -> np.dtype[np.vo
         + (comparison.record_fields(num_buckets) if compared else [])
         + [("check", "<u8")]
     )
+
+
+PLAIN = record_dtype()
+
+
+def form_of(settings: Settings) -> Form:
+    """Return the form of a run's records."""
+    return record_dtype(settings.position_buckets or 0, settings.reference is not None)
 
 
 def records_of(batch: Batch, scores: WindowScores, num_buckets: int = 0, bucket_width: int = 0) -> Records:
@@ -129,9 +139,9 @@ def bucket_width(max_seq_len: int, num_buckets: int) -> int:
     return -(-max_seq_len // max(num_buckets, 1))
 
 
-def no_records(num_buckets: int = 0, compared: bool = False) -> Records:
+def no_records(form: Form) -> Records:
     """Return an empty array of records."""
-    return np.zeros(0, dtype=record_dtype(num_buckets, compared))
+    return np.zeros(0, dtype=form)
 
 
 def in_order(records: Records) -> Records:

@@ -9,6 +9,7 @@ from typing import Any
 from ppl_eval.config.components import instantiate
 from ppl_eval.config.settings import Settings
 from ppl_eval.distributed.rendezvous import World
+from ppl_eval.metrics.window_records import form_of
 from ppl_eval.results import baseline, ledger, previous, resume, status
 from ppl_eval.results.ledger import Ledger
 from ppl_eval.run.facts import plan_facts
@@ -66,7 +67,7 @@ def open_ledger(state: RunState, resources: ExitStack, say: Callable[[str], None
             say(line)
     opened = world.agree(
         "ledger",
-        lambda: ledger.open_ledger(output_dir, facts, world.rank, settings.position_buckets or 0),
+        lambda: ledger.open_ledger(output_dir, facts, world.rank, form_of(settings)),
     )
     resources.callback(opened.close)
     done = resume.take_over(opened, state, world)

@@ -26,7 +26,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from ppl_eval.config.files import write_json
-from ppl_eval.metrics.window_records import Records, in_order, no_records, record_dtype, whole_records
+from ppl_eval.metrics.window_records import PLAIN, Form, Records, in_order, no_records, whole_records
 
 SYNC_SECONDS = 10.0
 FOLDER = "ledger"
@@ -39,16 +39,16 @@ class Ledger:
     Args:
         folder: folder of the plan.
         rank: this rank; its file is made with the first record.
-        num_buckets: position buckets of the run, which decide the size of a record.
+        form: of a record (``window_records.form_of``).
 
     Attributes:
         resumed: what this rank answers for of the windows that earlier runs scored.
     """
 
-    def __init__(self, folder: Path, rank: int, num_buckets: int = 0) -> None:
+    def __init__(self, folder: Path, rank: int, form: Form = PLAIN) -> None:
         self.folder, self.path = folder, folder / f"rank-{rank}.bin"
-        self.num_buckets = num_buckets
-        self.resumed = no_records(num_buckets)
+        self.form = form
+        self.resumed = no_records(form)
         self._file: IO[bytes] | None = None
         self._begin = 0
         self._synced = self._written = time.monotonic()
@@ -88,7 +88,7 @@ class Ledger:
         """Return what this rank scored in this run or answers for, ordered by window."""
         scored = self.resumed[:0]
         if self._file is not None:
-            scored = _read_file(self.path, self.num_buckets, self._begin)
+            scored = _read_file(self.path, self.form, self._begin)
         return in_order(np.concatenate([self.resumed, scored]))
 
     def close(self) -> None:
@@ -111,14 +111,14 @@ class Ledger:
             self.folder.parent.rmdir()
 
 
-def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int, num_buckets: int = 0) -> Ledger:
+def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int, form: Form = PLAIN) -> Ledger:
     """Open the ledger of a rank, in the folder of its plan; the folder is made and described.
 
     Args:
         output_dir: the run's.
         facts: what the bits of a record depend on (``run.facts.plan_facts``).
         rank: this rank.
-        num_buckets: position buckets of the run.
+        form: of a record.
 
     Raises:
         ValueError: if the folder cannot be written, or the disk is too full for the records.
@@ -126,7 +126,7 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int, num_bucke
     folder = output_dir / FOLDER / plan_key(facts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _check_room(folder, facts.get("num_windows", 0), num_buckets)
+        _check_room(folder, facts.get("num_windows", 0), form)
         if not (folder / PLAN_FILE).exists():
             write_json(folder / PLAN_FILE, facts)
     except OSError as error:
@@ -134,11 +134,11 @@ def open_ledger(output_dir: Path, facts: Mapping[str, Any], rank: int, num_bucke
             f"the records of finished windows cannot be kept in {folder}: {error.strerror}; every host needs"
             " an output_dir that it can write"
         ) from error
-    return Ledger(folder, rank, num_buckets)
+    return Ledger(folder, rank, form)
 
 
-def _check_room(folder: Path, num_windows: int, num_buckets: int) -> None:
-    needed, free = num_windows * record_dtype(num_buckets).itemsize, shutil.disk_usage(folder).free
+def _check_room(folder: Path, num_windows: int, form: Form) -> None:
+    needed, free = num_windows * form.itemsize, shutil.disk_usage(folder).free
     if needed > free:
         raise ValueError(
             f"{folder} has {free / 2**20:,.1f} MiB of free space, but the records of {num_windows:,} windows"
@@ -174,15 +174,15 @@ def has_records(folder: Path) -> bool:
     return any(path.stat().st_size > 0 for path in folder.glob("rank-*.bin"))
 
 
-def read_ledger(folder: Path, num_buckets: int = 0) -> Records:
+def read_ledger(folder: Path, form: Form = PLAIN) -> Records:
     """Read all whole records of a plan's folder, one a window, ordered by window.
 
     Args:
         folder: ``<output_dir>/ledger/<key>`` of one host.
-        num_buckets: position buckets of its run.
+        form: of a record of its run.
     """
-    parts = [_read_file(path, num_buckets) for path in sorted(folder.glob("rank-*.bin"))]
-    return in_order(np.concatenate([no_records(num_buckets), *parts]))
+    parts = [_read_file(path, form) for path in sorted(folder.glob("rank-*.bin"))]
+    return in_order(np.concatenate([no_records(form), *parts]))
 
 
 class RankFile(NamedTuple):
@@ -201,22 +201,21 @@ class RankFile(NamedTuple):
     torn_bytes: int
 
 
-def rank_files(folder: Path, num_buckets: int = 0) -> list[RankFile]:
+def rank_files(folder: Path, form: Form = PLAIN) -> list[RankFile]:
     """Read the files of a plan's folder one by one, with what is wrong in them.
 
     Args:
         folder: ``<output_dir>/ledger/<key>`` of one host.
-        num_buckets: position buckets of its run.
+        form: of a record of its run.
     """
-    size, files = record_dtype(num_buckets).itemsize, []
+    size, files = form.itemsize, []
     for path in sorted(folder.glob("rank-*.bin")):
         num_bytes = path.stat().st_size
-        records = _read_file(path, num_buckets)
+        records = _read_file(path, form)
         files.append(RankFile(path, records, num_bytes // size - len(records), num_bytes % size))
     return files
 
 
-def _read_file(path: Path, num_buckets: int, begin: int = 0) -> Records:
-    dtype = record_dtype(num_buckets)
-    num_records = max(0, os.path.getsize(path) - begin) // dtype.itemsize
-    return whole_records(np.fromfile(path, dtype=dtype, count=num_records, offset=begin))
+def _read_file(path: Path, form: Form, begin: int = 0) -> Records:
+    num_records = max(0, os.path.getsize(path) - begin) // form.itemsize
+    return whole_records(np.fromfile(path, dtype=form, count=num_records, offset=begin))

@@ -11,7 +11,7 @@ from ppl_eval.metrics import denominators
 from ppl_eval.metrics.window_records import Records
 from ppl_eval.protocols.base import IntArray
 from ppl_eval.results import records, tokens
-from ppl_eval.results.token_spool import SpooledTokens
+from ppl_eval.results.token_spool import tokens_of
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.tokenization.pieces import token_texts
 
@@ -54,12 +54,7 @@ def write_tables(
         )
     if not settings.per_token:
         return
-    found = SpooledTokens(ledgers, own, world.rank)
-    if found.missing_W.any():
-        raise ValueError(
-            f"per_token: {', '.join(map(str, ledgers))}: {int(found.missing_W.sum())} windows are recorded"
-            " without their tokens; run again, which scores them anew"
-        )
+    found = tokens_of(settings, ledgers, own, world.rank)
     tokens.write(
         output_dir,
         found,

@@ -8,25 +8,27 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from omegaconf import OmegaConf
 from torchtune.utils import get_logger
 
 from ppl_eval.checkpoints.hub import snapshot_of
+from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.config.environment import kernel_facts, peak_memory_bytes, versions
 from ppl_eval.config.files import write_json
 from ppl_eval.config.settings import Settings
-from ppl_eval.distributed.collectives import AddOverRanks
 from ppl_eval.metrics import denominators, figures, paired
 from ppl_eval.metrics.accumulator import Accumulator
-from ppl_eval.metrics.totals import Totals, resolve_precision
-from ppl_eval.metrics.window_records import Records
+from ppl_eval.metrics.totals import Totals
 from ppl_eval.protocols import coverage
-from ppl_eval.results import baseline, excluded, records, table
+from ppl_eval.results import baseline, excluded, table
+from ppl_eval.results.joined import Joined, precision_of
 from ppl_eval.results.ledger import plan_key
 from ppl_eval.results.provenance import run_facts
 from ppl_eval.run import cross_check, forward, schedule
 from ppl_eval.run.facts import batch_dependence, plan_facts
 from ppl_eval.run.inputs import Inputs
 from ppl_eval.run.state import RunState, Scored
+from ppl_eval.scoring.load import BuiltModel
 
 PART_RESULT = "part.json"
 _ROW = (
@@ -68,27 +70,8 @@ def rank_row(state: RunState, scored: Scored) -> npt.NDArray[np.float64]:
     return np.array([here[name] for name in _ROW], dtype=np.float64)
 
 
-def precision_of(settings: Settings, inputs: Inputs) -> str:
-    """Return the accumulation in use."""
-    return resolve_precision(settings.aggregation.precision, inputs.expected_tokens)
-
-
-def rounded_nll(
-    settings: Settings, inputs: Inputs, own: Records, add_over_ranks: AddOverRanks
-) -> float | None:
-    """Return the NLL in the accumulation in use, nats; all ranks take part.
-
-    Returns:
-        None where that is ``exact``, and for a part of a run.
-    """
-    precision = precision_of(settings, inputs)
-    if precision == "exact" or settings.part is not None:
-        return None
-    return records.rounded_nll(own, inputs.plan, precision, add_over_ranks)
-
-
 def build(
-    state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64], rounded_nll: float | None
+    state: RunState, scored: Scored, per_rank: npt.NDArray[np.float64], joined: Joined
 ) -> dict[str, Any]:
     """Return the result of a finished run as plain JSON values.
 
@@ -96,7 +79,7 @@ def build(
         state: the run.
         scored: what it scored.
         per_rank: ``rank_row`` of every rank.
-        rounded_nll: what the function of that name returned.
+        joined: what the ranks found together.
     """
     settings, inputs = state.settings, state.inputs
     expected_tokens = state.share.expected_tokens
@@ -104,10 +87,11 @@ def build(
     return {
         "schema": table.SCHEMA,
         "key": plan_key(plan_facts(state)),
-        **measured(settings, inputs, scored.accumulator, expected_tokens, rounded_nll),
+        **measured(settings, inputs, scored.accumulator, expected_tokens, joined),
         **_question(state, scored),
         "model": _model(state),
-        "quantizer": _quantizer(state),
+        "quantizer": _quantizer(settings, state.model),
+        "reference": _reference(state),
         "cross_check": checked,
         "dtype": settings.dtype,
         "device": state.device.type,
@@ -138,7 +122,7 @@ def measured(
     inputs: Inputs,
     sums: Accumulator,
     expected_tokens: int,
-    rounded_nll: float | None,
+    joined: Joined,
 ) -> dict[str, Any]:
     """Return the fields of a result that come from what was scored, whoever scored it.
 
@@ -147,7 +131,7 @@ def measured(
         inputs: tokens and plan.
         sums: of all that was scored.
         expected_tokens: targets that had to be scored.
-        rounded_nll: what the function of that name returned.
+        joined: what the ranks found together.
     """
     # Which part of the text a part of the run covers is not known.
     covered = None
@@ -155,7 +139,7 @@ def measured(
         covered = denominators.covered_text(inputs.plan, inputs.data, sums.excluded_W)
     totals = sums.run.totals
     return {
-        **figures.all_figures(sums, inputs.protocol, inputs.data, covered),
+        **_with_percentiles(figures.all_figures(sums, inputs.protocol, inputs.data, covered), joined),
         "num_documents": inputs.data.num_documents,
         "bytes_and_words_of": None if covered is None else covered.of,
         "coverage": {
@@ -168,9 +152,15 @@ def measured(
         "aggregation": {
             "precision": precision_of(settings, inputs),
             "topology": settings.aggregation.topology,
-            **_rounded(totals, rounded_nll),
+            **_rounded(totals, joined.rounded_nll),
         },
     }
+
+
+def _with_percentiles(found: dict[str, Any], joined: Joined) -> dict[str, Any]:
+    if joined.kl_percentiles:
+        found["comparison"]["kl_percentiles"] = joined.kl_percentiles
+    return found
 
 
 def _rounded(totals: Totals, rounded_nll: float | None) -> dict[str, Any]:
@@ -221,25 +211,47 @@ def _asked(inputs: Inputs) -> dict[str, Any]:
 
 
 def _model(state: RunState) -> dict[str, Any]:
-    checkpoint, section = state.source.checkpoint, state.settings.as_dict()["model"]
-    hub = snapshot_of(str(state.settings.checkpointer.get("checkpoint_dir", "")))
+    source = state.source
+    return _described(state.settings, state.model, source.checkpoint, state.weights_hash, source.config_check)
+
+
+def _reference(state: RunState) -> dict[str, Any] | None:
+    reference, model = state.source.reference, state.model.reference
+    if reference is None:
+        return None
+    assert model is not None
+    assert state.reference_hash is not None
     return {
-        "component": section["_component_"],
-        "arguments": {key: value for key, value in section.items() if key != "_component_"},
-        "num_parameters": state.model.num_parameters,
-        "checkpoint": {"weights_hash": state.weights_hash, "files": checkpoint.identity},
-        "hub": hub,
-        "quantized_checkpoint": checkpoint.quantized,
-        "dequantized_from": checkpoint.packing,
-        "config_check": state.source.config_check,
+        **_described(
+            reference.settings, model, reference.checkpoint, state.reference_hash, reference.config_check
+        ),
+        "quantizer": _quantizer(reference.settings, model),
     }
 
 
-def _quantizer(state: RunState) -> dict[str, Any] | None:
-    quantization = state.model.quantization
+def _described(
+    settings: Settings, model: BuiltModel, checkpoint: LoadedCheckpoint, weights_hash: str, config_check: str
+) -> dict[str, Any]:
+    section = OmegaConf.to_container(settings.model, resolve=True)
+    assert isinstance(section, dict)
+    return {
+        "component": section["_component_"],
+        "arguments": {key: value for key, value in section.items() if key != "_component_"},
+        "num_parameters": model.num_parameters,
+        "checkpoint": {"weights_hash": weights_hash, "files": checkpoint.identity},
+        "hub": snapshot_of(str(settings.checkpointer.get("checkpoint_dir", ""))),
+        "quantized_checkpoint": checkpoint.quantized,
+        "dequantized_from": checkpoint.packing,
+        "config_check": config_check,
+    }
+
+
+def _quantizer(settings: Settings, model: BuiltModel) -> dict[str, Any] | None:
+    quantization = model.quantization
     if quantization is None:
         return None
-    section = state.settings.as_dict()["quantizer"]
+    section = OmegaConf.to_container(settings.quantizer, resolve=True)
+    assert isinstance(section, dict)
     return {
         **section,
         "component": section["_component_"],
@@ -266,7 +278,7 @@ def write_result(
     state: RunState,
     scored: Scored,
     per_rank: npt.NDArray[np.float64],
-    rounded_nll: float | None,
+    joined: Joined,
     other: Mapping[str, Any] | None,
     *,
     metric_logger: Any = None,
@@ -277,7 +289,7 @@ def write_result(
         state: the run.
         scored: what it scored.
         per_rank: ``rank_row`` of every rank.
-        rounded_nll: what the function of that name returned.
+        joined: what the ranks found together.
         other: the baseline's result, if there is one.
         metric_logger: one of torchtune's, or None.
 
@@ -285,7 +297,7 @@ def write_result(
         The exit code.
     """
     settings = state.settings
-    result = build(state, scored, per_rank, rounded_nll)
+    result = build(state, scored, per_rank, joined)
     path = Path(settings.output_dir) / "result.json"
     if other is not None:
         assert settings.baseline is not None

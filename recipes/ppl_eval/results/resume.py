@@ -21,7 +21,7 @@ from ppl_eval.distributed.rendezvous import World
 from ppl_eval.protocols.base import BoolArray
 from ppl_eval.results.baseline import leaves
 from ppl_eval.results.ledger import FOLDER, PLAN_FILE, Ledger, has_records, plan_key, read_ledger
-from ppl_eval.results.token_spool import SpooledTokens
+from ppl_eval.results.token_spool import SpooledTokens, keeps_tokens, token_form
 from ppl_eval.run.state import RunState
 
 _WINDOWS_AT_ONCE = 1 << 20
@@ -109,12 +109,13 @@ def take_over(ledger: Ledger, state: RunState, world: World) -> BoolArray:
     plan, device = state.inputs.plan, state.device
     records = ledger.resumed
     if world.local_rank == 0:
-        records = read_ledger(ledger.folder, ledger.num_buckets)
+        records = read_ledger(ledger.folder, ledger.form)
         if state.settings.nan == "error":
             # A record has the same bits under both rules, so the key does not know which one was in force.
             records = records[records["num_excluded"] == 0]
-        if state.settings.per_token:
-            records = records[~SpooledTokens([ledger.folder], records).missing_W]
+        if keeps_tokens(state.settings):
+            form = token_form(state.settings.reference is not None)
+            records = records[~SpooledTokens([ledger.folder], records, form).missing_W]
     # As batches take them.
     places = plan.places(records["window_id"])
     order = np.argsort(places)

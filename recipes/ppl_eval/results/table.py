@@ -58,6 +58,7 @@ def table(result: Mapping[str, Any], *, with_memory: bool = False) -> str:
         ("byte perplexity", _number(result["byte_perplexity"])),
         ("word perplexity", _number(result["word_perplexity"])),
         ("top-1 accuracy", _number(result["top1_accuracy"])),
+        *_comparison_rows(result.get("comparison")),
         ("protocol", _protocol(result["protocol"])),
         (
             "model",
@@ -80,6 +81,31 @@ def table(result: Mapping[str, Any], *, with_memory: bool = False) -> str:
     lines += [f"  note: {note}" for note in result["notes"]]
     rule = "-" * min(100, max(len(line) for line in lines))
     return "\n".join([rule, *lines, rule])
+
+
+def _comparison_rows(found: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    stderr, interval = found["kl_stderr"], found["perplexity_ratio_interval_95"]
+    rows = [
+        (
+            "reference",
+            f"perplexity {_number(found['reference_perplexity'])}; ratio {_number(found['perplexity_ratio'])}"
+            + (f" ({_interval(interval)})" if interval else ""),
+        ),
+        (
+            "KL divergence",
+            f"{_number(found['kl_mean'])}{'' if stderr is None else f' ± {_number(stderr)}'} nats per token",
+        ),
+        (
+            "same top token",
+            f"{found['same_top']:.3%}; RMS change of probability {found['probability_change_rms']:.3%}",
+        ),
+    ]
+    if percentiles := found.get("kl_percentiles"):
+        listed = ", ".join(f"{name} %: {_number(value)}" for name, value in percentiles.items())
+        rows.insert(2, ("KL percentiles", listed))
+    return rows
 
 
 def _number(value: float | str | None) -> str:

@@ -12,6 +12,13 @@
     top_token    int32    id of the most likely token
     entropy      float    of the model's distribution over its vocabulary, nats
 
+and with a reference
+
+    reference_nll  float  NLL under the reference, nats
+    kl             float  KL(reference || model) of the distributions before it, nats
+    reverse_kl     float  KL(model || reference), nats
+    top_rank       int32  rank that the model gives to the reference's most likely token
+
 Parts are cut by the plan alone, so the files are the same, byte for byte, for any number of ranks. All ranks
 join their tokens a part at a time; ranks that share the output folder then take turns in writing.
 """
@@ -34,18 +41,17 @@ from ppl_eval.metrics.denominators import sums_between
 from ppl_eval.protocols.base import IntArray
 from ppl_eval.protocols.plan import Plan
 from ppl_eval.results.records import Reduce
-from ppl_eval.results.token_spool import RECORD, SpooledTokens
+from ppl_eval.results.token_spool import COMPARED, SpooledTokens
 
 NAME = "tokens.parquet"
-_SCHEMA = pa.schema(
+_COLUMNS = (
     [(name, pa.int64()) for name in ("window_id", "document", "position")]
     + [("token", pa.int32()), ("text", pa.string()), ("num_bytes", pa.int32()), ("byte_offset", pa.int64())]
     + [("nll", pa.float32()), ("rank", pa.int32()), ("top_token", pa.int32()), ("entropy", pa.float32())]
 )
+_COMPARED_COLUMNS = [(name, pa.float32()) for name in COMPARED[:-1]] + [(COMPARED[-1], pa.int32())]
 _TOKENS_OF_PART = 1 << 19
 _TOKENS_OF_ROW_GROUP = 1 << 17
-_FIELDS = [name for name in RECORD.names or () if name != "window_id"]
-_COLUMNS = (RECORD.itemsize - 8) // 8
 
 Texts = Callable[[Sequence[int]], list[str]]
 
@@ -124,6 +130,8 @@ def gather(found: SpooledTokens, plan: Plan, add_over_ranks: Reduce, windows_at_
 
     A token was scored by one rank, so its row is the sum over ranks of that row and zeros, bit by bit.
     """
+    fields = [(name, found.form[name]) for name in found.form.names or () if name != "window_id"]
+    num_words = found.form.itemsize // 8
     for number, first in enumerate(range(0, plan.num_windows, windows_at_once)):
         last = min(first + windows_at_once, plan.num_windows)
         low, high = np.searchsorted(found.window_W, [first, last])
@@ -131,13 +139,13 @@ def gather(found: SpooledTokens, plan: Plan, add_over_ranks: Reduce, windows_at_
         num_tokens_W[found.window_W[low:high] - first] = found.num_tokens_W[low:high]
         num_tokens_W = add_over_ranks(num_tokens_W)
         begin_W = np.cumsum(num_tokens_W) - num_tokens_W
-        rows = np.zeros((int(num_tokens_W.sum()), _COLUMNS), dtype=np.int64)
+        rows = np.zeros((int(num_tokens_W.sum()), num_words - 1), dtype=np.int64)
         for index in range(low, high):
             records = found.read(index)
             begin = begin_W[found.window_W[index] - first]
-            rows[begin : begin + len(records)] = records.view(np.int64).reshape(-1, 1 + _COLUMNS)[:, 1:]
+            rows[begin : begin + len(records)] = records.view(np.int64).reshape(-1, num_words)[:, 1:]
         rows = add_over_ranks(rows.ravel())
-        yield Part(number, first, num_tokens_W, rows.view([(name, RECORD[name]) for name in _FIELDS]))
+        yield Part(number, first, num_tokens_W, rows.view(fields))
 
 
 def _writers(half: Path, rank: int, world_size: int, add_over_ranks: Reduce) -> list[int]:
@@ -167,7 +175,7 @@ def _write_part(
     tokens_N = np.asarray(data.tokens[stream_N]).astype(np.int32)
     num_bytes_N, byte_offset_N = offsets.of(document_N, stream_N)
     columns: dict[str, Any] = {
-        **{name: part.records[name] for name in _FIELDS},
+        **{name: part.records[name] for name in part.records.dtype.names or ()},
         "window_id": np.repeat(np.arange(part.first, part.first + len(windows.start)), part.num_tokens_W),
         "document": document_N,
         "token": tokens_N,
@@ -175,7 +183,8 @@ def _write_part(
         "num_bytes": num_bytes_N,
         "byte_offset": byte_offset_N,
     }
-    table = pa.table({name: columns[name] for name in _SCHEMA.names}, schema=_SCHEMA)
+    schema = pa.schema(_COLUMNS + (_COMPARED_COLUMNS if "kl" in columns else []))
+    table = pa.table({name: columns[name] for name in schema.names}, schema=schema)
     with whole_file(half / f"part-{part.number:06}.parquet", "wb") as file:
         pq.write_table(table, file, row_group_size=_TOKENS_OF_ROW_GROUP)
 

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 
+from ppl_eval.checkpoints.load import LoadedCheckpoint
 from ppl_eval.config.environment import kernel_facts, versions
 from ppl_eval.config.settings import Settings
 from ppl_eval.metrics import window_records
+from ppl_eval.run.reference import Reference
 from ppl_eval.run.state import RunState, Source
 
 _KEYS = (
@@ -30,24 +33,42 @@ def input_facts(settings: Settings, source: Source, device: torch.device) -> dic
     Values are the resolved ones: what an interpolation stands for may differ between hosts. Data parallelism
     and FSDP are not among them, because they change no bit.
     """
-    given, inputs, known = settings.as_dict(), source.inputs, versions()
+    inputs, known = source.inputs, versions()
+    reference = source.reference
     return {
         "data": inputs.data.fingerprint,
         "tokenizer": inputs.encoder.sha256,
         "protocol": {"name": inputs.protocol.name, **inputs.protocol.parameters},
         "prefix_token": inputs.prefix_token,
         "num_windows": inputs.plan.num_windows,
-        # A model's folder may lie elsewhere on another host; its config.json is known by its hash.
-        "model": {name: value for name, value in given["model"].items() if name != "path"},
-        "config.json": _hash_of(source.checkpoint.hf_config),
-        "corrections": list(source.model_notes),
+        **_model_facts(settings, source.checkpoint, source.model_notes),
         # As written: its calibration text may lie elsewhere on another host.
         "quantizer": settings.written.get("quantizer"),
-        "tensor_parallel_plan": given.get("tensor_parallel_plan"),
+        **({} if reference is None else {"reference": _reference_facts(settings, reference)}),
+        "tensor_parallel_plan": settings.as_dict().get("tensor_parallel_plan"),
         **{key: getattr(settings, key) for key in _KEYS},
         "device": device.type,
         "kernels": kernel_facts(device),
         "versions": {name: known[name] for name in ("torch", "torchtune", "torchao", "source")},
+    }
+
+
+def _model_facts(settings: Settings, checkpoint: LoadedCheckpoint, notes: Sequence[str]) -> dict[str, Any]:
+    model = OmegaConf.to_container(settings.model, resolve=True)
+    assert isinstance(model, dict)
+    return {
+        # A model's folder may lie elsewhere on another host; its config.json is known by its hash.
+        "model": {name: value for name, value in model.items() if name != "path"},
+        "config.json": _hash_of(checkpoint.hf_config),
+        "corrections": list(notes),
+    }
+
+
+def _reference_facts(settings: Settings, reference: Reference) -> dict[str, Any]:
+    written = settings.written.get("reference")
+    return {
+        **_model_facts(reference.settings, reference.checkpoint, reference.notes),
+        "quantizer": written.get("quantizer") if isinstance(written, dict) else written,
     }
 
 
@@ -57,7 +78,10 @@ def source_facts(
     """Return what ranks must agree on before weights are read, one source for each context length."""
     first, *others = [input_facts(own, source, device) for own, source in zip(settings, sources, strict=True)]
     source = sources[0]
-    return {"seed": source.seed, "checkpoint": source.checkpoint.identity, **first, "lengths": others}
+    checkpoints = {"checkpoint": source.checkpoint.identity}
+    if source.reference is not None:
+        checkpoints["checkpoint of the reference"] = source.reference.checkpoint.identity
+    return {"seed": source.seed, **checkpoints, **first, "lengths": others}
 
 
 def plan_facts(state: RunState) -> dict[str, Any]:
@@ -66,9 +90,15 @@ def plan_facts(state: RunState) -> dict[str, Any]:
         "record": window_records.VERSION,
         **input_facts(state.settings, state.source, state.device),
         "weights": state.weights_hash,
+        **({} if state.reference_hash is None else {"weights of the reference": state.reference_hash}),
         # A ledger of windows without their tokens is of no use to a run that writes tokens.
         **({"per_token": True} if state.settings.per_token else {}),
-        **state.model.facts(),
+        **{name: value for name, value in state.model.facts().items() if name != "reference"},
+        **(
+            {}
+            if state.model.reference is None
+            else {"engine of the reference": state.model.reference.facts()}
+        ),
     }
 
 
@@ -79,7 +109,8 @@ def batch_dependence(state: RunState) -> str | None:
         return "a compiler makes kernels by the shape of a batch"
     if state.dims.tp > 1 or state.dims.cp > 1:
         return "tensor and context parallelism cut a batch by its shape"
-    return state.model.scorer.model.batch_dependence(state.device)
+    found = [scorer.model.batch_dependence(state.device) for scorer in state.model.scorers]
+    return next((reason for reason in found if reason is not None), None)
 
 
 def _hash_of(value: Any) -> str | None:

@@ -139,11 +139,12 @@ class Forwards:
     def _score_part(self, batch: Batch) -> Outcome:
         state = self._state
         scorer, device, debug = state.model.scorer, state.device, state.settings.debug_nan
+        reference = None if state.model.reference is None else state.model.reference.scorer
         watch = watching(scorer.model, (batch.tokens_BT.shape[0], batch.tokens_BT.shape[1]))
         # Forwards that are shared with ranks which score other windows cannot be repeated by one of them.
         every = debug and state.dims.dp_shard > 1
         with watch if every else nullcontext() as watched:
-            scores = score_batch(scorer, batch, device)
+            scores = score_batch(scorer, batch, device, reference)
         if not debug or not not_finite(scores).any():
             return Outcome(scores)
         if watched is None:

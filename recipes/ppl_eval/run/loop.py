@@ -49,7 +49,8 @@ def score(state: RunState, schedule: Schedule, keep: Keep) -> RankSums:
     settings, dims, inputs = state.settings, state.dims, state.inputs
     counted = dims.is_counted(state.world.rank)
     num_buckets = settings.position_buckets or 0
-    accumulator = Accumulator(inputs.plan, inputs.data, num_buckets)
+    compared = settings.reference is not None
+    accumulator = Accumulator(inputs.plan, inputs.data, num_buckets, compared=compared)
     batches = WindowBatches(inputs.plan, inputs.data, inputs.prefix_token)
     forwards = Forwards(state)
     begin = time.monotonic()

@@ -16,6 +16,7 @@ from ppl_eval.models.decoder import Decoder
 from ppl_eval.run import cross_check
 from ppl_eval.run.calibration_text import calibration_batches
 from ppl_eval.run.inputs import read_inputs
+from ppl_eval.run.reference import about_reference, check_same_tokens, read_reference
 from ppl_eval.run.state import Source
 from ppl_eval.scoring import load
 
@@ -46,8 +47,10 @@ def read_sources(
     launched = launch_notes(os.environ, len(world.nodes), world.world_size) + kernel_notes()
     for note in (*launched, *settings.notes):
         say(f"note: {note}")
+    reference = read_reference(settings, dtype)
+    compared = [] if reference is None else check_same_tokens(settings, decoder, reference)
     seeded = [seed_note] if seed_note else []
-    common = (*launched, *settings.notes, *checkpoint.notes, *seeded, *model_notes)
+    common = (*launched, *settings.notes, *checkpoint.notes, *seeded, *model_notes, *compared)
     sources = []
     for own, apart in runs:
         inputs = read_inputs(own, apart)
@@ -61,7 +64,18 @@ def read_sources(
         )
         notes = (*common, *inputs.notes, *fit_notes)
         seconds = time.monotonic() - begin
-        sources.append(Source(checkpoint, verdict, inputs, seed, notes, tuple(model_notes), seconds))
+        if reference is not None:
+            with about_reference():
+                load.check_fit(
+                    reference.decoder,
+                    inputs.protocol.max_seq_len,
+                    inputs.data,
+                    inputs.encoder,
+                    inputs.prefix_token,
+                )
+        sources.append(
+            Source(checkpoint, verdict, inputs, seed, notes, tuple(model_notes), seconds, reference)
+        )
     return decoder, sources
 
 
@@ -80,7 +94,29 @@ def fill_model(
     cross_check.check_possible(settings, source.checkpoint, placement)
     batches, notes = calibration_batches(settings, source.inputs, world)
     share = divided_searches(world, placement.device)
-    model = load.load_model(decoder, source.checkpoint, settings, placement, batches=batches, share=share)
+    reference = source.reference
+    model = load.load_model(
+        decoder,
+        source.checkpoint,
+        settings,
+        placement,
+        batches=batches,
+        share=share,
+        compared=reference is not None,
+    )
+    if reference is not None:
+        with about_reference():
+            batches, more = calibration_batches(reference.settings, source.inputs, world)
+            model.reference = load.load_model(
+                reference.decoder,
+                reference.checkpoint,
+                reference.settings,
+                placement,
+                batches=batches,
+                share=share,
+                compared=True,
+            )
+        notes += [f"reference: {note}" for note in (*more, *model.reference.notes)]
     # FSDP may have made groups of its own.
     be_patient(world)
     model.notes[:0] = notes

@@ -13,6 +13,7 @@ from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.protocols.base import BoolArray
 from ppl_eval.run.inputs import Inputs
+from ppl_eval.run.reference import Reference
 from ppl_eval.run.share import Share
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring.load import BuiltModel
@@ -32,6 +33,7 @@ class Source:
         notes: everything that a reader of the result must know so far.
         model_notes: those among them about the model: what was corrected, how it was checked.
         seconds: how long it took.
+        reference: the model to compare with, if there is one.
     """
 
     checkpoint: LoadedCheckpoint
@@ -41,6 +43,7 @@ class Source:
     notes: tuple[str, ...]
     model_notes: tuple[str, ...]
     seconds: float
+    reference: Reference | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class RunState:
         source: checkpoint and text.
         model: the loaded model.
         weights_hash: what all ranks loaded (``weights.agree_on_weights``).
+        reference_hash: the same of the reference; None without one.
         load_seconds: how long loading took.
         started: when the run started; UTC.
         share: the batches that the run scores.
@@ -68,6 +72,7 @@ class RunState:
     source: Source
     model: BuiltModel
     weights_hash: str
+    reference_hash: str | None
     load_seconds: float
     started: datetime
     share: Share
@@ -78,7 +83,7 @@ class RunState:
         """Batches that this process scores at once."""
         return concurrency.num_concurrent_batches(
             self.device,
-            self.model.scorer.model.is_reentrant
+            all(scorer.model.is_reentrant for scorer in self.model.scorers)
             and not (self.dims.forwards_are_shared or self.settings.compile),
             self.inputs.plan.batch_size * self.inputs.protocol.max_seq_len,
         )

@@ -8,9 +8,18 @@ from ppl_eval.checkpoints.weights_hash import MODULUS, WeightsHash
 from ppl_eval.distributed.agreement import by_host
 from ppl_eval.distributed.process_group import all_gather_rows
 from ppl_eval.distributed.rendezvous import World
+from ppl_eval.scoring.load import BuiltModel
 
 
-def agree_on_weights(world: World, weights: WeightsHash, device: torch.device) -> str:
+def hashes_of(world: World, model: BuiltModel, device: torch.device) -> tuple[str, str | None]:
+    """Agree on the hash of the model, and on that of its reference, if there is one."""
+    own = agree_on_weights(world, model.weights, device)
+    if model.reference is None:
+        return own, None
+    return own, agree_on_weights(world, model.reference.weights, device, "weights of the reference")
+
+
+def agree_on_weights(world: World, weights: WeightsHash, device: torch.device, what: str = "weights") -> str:
     """Compare what the ranks read, and add up the parts of the model; all ranks must call it.
 
     Copies of the model are compared part by part. Where the model is in parts and there is one copy, no rank
@@ -27,7 +36,7 @@ def agree_on_weights(world: World, weights: WeightsHash, device: torch.device) -
     def compare() -> str:
         return combine(all_gather_rows(weights.row(), world.world_size, device), hosts)
 
-    return world.agree("weights", compare)
+    return world.agree(what, compare)
 
 
 def combine(rows: npt.NDArray[np.int64], hosts: dict[int, str]) -> str:

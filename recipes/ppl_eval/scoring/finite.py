@@ -13,8 +13,17 @@ from ppl_eval.protocols.batches import Batch
 
 def not_finite(scores: WindowScores) -> BoolArray:
     """Return which windows of a batch have an NLL that is NaN, infinite, or so large that no total holds its
-    square (2^31 nats a token); bool [B]."""
-    return np.asarray(~(scores.nll_sq_sum_B < LARGEST))
+    square (2^31 nats a token), or a comparison that is not finite; bool [B]."""
+    return np.asarray(~(scores.nll_sq_sum_B < LARGEST)) | _not_comparable(scores)
+
+
+def _not_comparable(scores: WindowScores) -> BoolArray:
+    if scores.comparison is None:
+        return np.zeros(len(scores.nll_sum_B), dtype=np.bool_)
+    *values, _ = scores.comparison
+    bad_N = ~np.isfinite(np.stack(values)).all(axis=0)
+    window_N = np.repeat(np.arange(len(scores.num_tokens_B)), scores.num_tokens_B)
+    return np.asarray(np.bincount(window_N[bad_N], minlength=len(scores.num_tokens_B)) > 0)
 
 
 def describe(batch: Batch, scores: WindowScores, where: str) -> str:
@@ -26,10 +35,17 @@ def describe(batch: Batch, scores: WindowScores, where: str) -> str:
         where: this process.
     """
     bad = int(np.flatnonzero(not_finite(scores))[0])
-    return (
+    window = (
         f"window {batch.window_ids_B[bad]} (document {batch.document_B[bad]}, from its token"
-        f" {batch.start_B[bad]}) has NLL {scores.nll_sum_B[bad]} on {where}"
+        f" {batch.start_B[bad]})"
     )
+    if np.isfinite(scores.nll_sum_B[bad]):
+        return (
+            f"{window} has no finite KL divergence from the reference on {where} (NLL"
+            f" {scores.nll_sum_B[bad]}): one of the two rules a token out, or the reference's NLL is not"
+            " finite"
+        )
+    return f"{window} has NLL {scores.nll_sum_B[bad]} on {where}"
 
 
 def exclude(batch: Batch, scores: WindowScores) -> WindowScores:

@@ -45,6 +45,7 @@ class BuiltModel:
         weights: the hash of what this rank read.
         quantization: what was quantised, or None.
         notes: everything the person should know about how it was loaded.
+        reference: the model that it is compared with, if there is one.
     """
 
     scorer: ScoringModel
@@ -52,11 +53,18 @@ class BuiltModel:
     weights: WeightsHash
     quantization: QuantizationReport | None
     notes: list[str] = field(default_factory=list)
+    reference: "BuiltModel | None" = None
+
+    @property
+    def scorers(self) -> list[ScoringModel]:
+        """All that run in a forward: this model's, and the reference's."""
+        return [self.scorer, *(() if self.reference is None else self.reference.scorers)]
 
     def facts(self) -> dict[str, Any]:
         """What must be the same on all ranks: the engine, and a digest of weights that were calibrated."""
         digest = self.quantization and self.quantization.digest
-        return {**self.scorer.model.facts(), **({"calibrated weights": digest} if digest else {})}
+        found = {**self.scorer.model.facts(), **({"calibrated weights": digest} if digest else {})}
+        return found if self.reference is None else {**found, "reference": self.reference.facts()}
 
 
 def build_on_meta(settings: Settings, dtype: torch.dtype) -> Decoder:
@@ -181,10 +189,12 @@ def load_model(
     *,
     batches: list[torch.Tensor] | None = None,
     share: Share = run_alone,
+    compared: bool = False,
 ) -> BuiltModel:
     """Fill a model built on meta, quantise it, split it over the mesh, and wrap it for scoring.
 
     ``batches`` and ``share`` are the calibration text and the division of its work: see ``quantize``.
+    ``compared`` is whether it is one of two that are compared: their logits share the memory.
 
     Raises:
         ValueError: if checkpoint and model do not fit, the quantiser cannot be used, or the model cannot be
@@ -211,11 +221,11 @@ def load_model(
         if settings.quantizer is not None:
             report = quantize(decoder, settings.quantizer, device, batches=batches, share=share)
             notes += report.notes
-        model = _split(decoder, settings, placement, shard=False)
+        model = _split(decoder, settings, placement, shard=False, compared=compared)
     else:
         names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
         notes += note_conversions(state_dict, names, dtype, decoder.own_dtypes(dtype))
-        model = _split(decoder, settings, placement, shard=True)
+        model = _split(decoder, settings, placement, shard=True, compared=compared)
         model.load(state_dict, weights)
     weights.close()
     if settings.compile:
@@ -252,11 +262,15 @@ def _check_calibration(decoder: Decoder, batches: list[torch.Tensor] | None) -> 
         )
 
 
-def _split(decoder: Decoder, settings: Settings, placement: Placement, *, shard: bool) -> parallel.SplitModel:
+def _split(
+    decoder: Decoder, settings: Settings, placement: Placement, *, shard: bool, compared: bool = False
+) -> parallel.SplitModel:
     plan = settings.tensor_parallel_plan
     # Concurrent batches have logits at the same time. A CPU cuts the same chunks for one batch at a time:
     # their shape is part of the bits.
     chunks_at_once = concurrency.MAX_CONCURRENT_BATCHES if placement.device.type == "cpu" else 1
+    if compared:
+        chunks_at_once *= 2  # A chunk of the reference's logits beside one of the model's.
     return parallel.split_model(
         decoder,
         placement.dims,

@@ -1,130 +1,41 @@
 """Hidden states and head to NLL per token: the head runs over scored rows only, in chunks, with log-softmax
 in float32."""
 
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from ppl_eval.config import activity
-from ppl_eval.metrics.totals import WindowScores
+from ppl_eval.metrics.totals import TokenComparison, WindowScores
 from ppl_eval.models.decoder import Decoder
 from ppl_eval.models.engines import scorable
 from ppl_eval.parallel import context_parallel, tensor_parallel
 from ppl_eval.parallel import fsdp as sharding
 from ppl_eval.protocols.batches import Batch
-from ppl_eval.scoring.token_details import count_above, exp_sums, first_largest, sum_rows
-
-
-class Softmax(NamedTuple):
-    """How NLL is computed from logits, and over which ranks the vocabulary is split.
-
-    Attributes:
-        rule: ``exact`` or ``torch``; see ``token_nll``.
-        vocab_start: first token of this rank's columns.
-        group: the ranks over which the vocabulary is split; None if each has all of it.
-        details: whether the target's rank, the most likely token and the entropy are asked for too.
-    """
-
-    rule: str = "exact"
-    vocab_start: int = 0
-    group: dist.ProcessGroup | None = None
-    details: bool = False
-
+from ppl_eval.scoring.divergence import compare_logits
+from ppl_eval.scoring.softmax import Softmax, token_nll
 
 # dtypes of what `token_nll` returns
 _OUTPUTS = (torch.float32, torch.bool, torch.int64, torch.int64, torch.float32)
-EXACT = Softmax()
+# ... and of what a reference adds: the fields of ``TokenComparison``
+_COMPARED = (torch.float32, torch.float32, torch.float32, torch.int64)
 
 
-def token_nll(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, softmax: Softmax = EXACT
-) -> tuple[torch.Tensor, ...]:
-    """Compute NLL from logits: nll = ln(sum over v of e^(x_v - m)) + m - x_target, with m the largest logit.
+class Beside(NamedTuple):
+    """A reference whose hidden states of the same scored rows are there.
 
-    ``exact`` adds the vocabulary up in a tree, so the result is within float32 rounding of a float64
-    log-softmax, for whole rows and for rows split over ranks. ``torch`` calls torch's log-softmax, as
-    transformers and lm-eval do: on CPU its float32 sum runs one term after the other, so that small terms
-    vanish, and for 49,152 tokens NLL comes out 3e-6 of itself too low (docs/exactness.md).
-
-    Args:
-        logits_NV: logits, float32; overwritten under ``exact``. With a group this rank's columns of the
-            vocabulary.
-        targets_N: targets in the whole vocabulary; int64.
-        softmax: the rule. The ranks of its group communicate twice: the largest logit of each row, then three
-            sums in one; three times more for details. A NaN in any part makes the row's NLL NaN.
-
-    Returns:
-        ``nll_N`` (nats, float32) and ``correct_N`` (whether the target is the most likely token; of equals,
-        as in argmax, the first); with details also ``rank_N`` (int64, 1 for the most likely token; of equals
-        the lower id comes first), ``top_N`` (int64, the most likely token) and ``entropy_N`` (nats,
-        float32). The same on every rank of the group.
+    Attributes:
+        model: the reference.
+        hidden_ND: its hidden states.
     """
-    if softmax.group is not None:
-        return _split_nll(logits_NV, targets_N, softmax)
-    max_N = logits_NV.amax(dim=-1)
-    target_N = logits_NV.gather(1, targets_N[:, None]).squeeze(1)
-    # As `argmax == target`, in the time of a maximum: only rows whose target ties for it need a search.
-    correct_N = target_N == max_N
-    rows = correct_N.nonzero().squeeze(1)
-    correct_N[rows] = logits_NV[rows].argmax(dim=-1) == targets_N[rows]
-    nll_N = F.cross_entropy(logits_NV, targets_N, reduction="none") if softmax.rule == "torch" else None
-    if not softmax.details:
-        if nll_N is None:
-            nll_N = _sum_of_exp(logits_NV, max_N).log() + (max_N - target_N)
-        return nll_N, correct_N
-    rank_N = 1 + count_above(logits_NV, target_N, targets_N)
-    top_N = first_largest(logits_NV)
-    exp_sum_N, weighted_N = exp_sums(logits_NV, max_N)
-    if nll_N is None:
-        nll_N = exp_sum_N.log() + (max_N - target_N)
-    return nll_N, correct_N, rank_N, top_N, exp_sum_N.log() - weighted_N / exp_sum_N
 
-
-def _sum_of_exp(logits_NV: torch.Tensor, max_N: torch.Tensor) -> torch.Tensor:
-    return sum_rows(logits_NV.sub_(max_N[:, None]).exp_())
-
-
-def _split_nll(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, softmax: Softmax
-) -> tuple[torch.Tensor, ...]:
-    """Compute ``exact`` NLL where each rank of a group has some columns of the vocabulary."""
-    group = softmax.group
-    column_N1 = (targets_N - softmax.vocab_start)[:, None]
-    num_columns = logits_NV.shape[1]
-    elsewhere_N1 = (column_N1 < 0) | (column_N1 >= num_columns)
-    max_N1 = logits_NV.amax(dim=1, keepdim=True)
-    own_max_N = max_N1.squeeze(1).clone()
-    dist.all_reduce(max_N1, dist.ReduceOp.MAX, group=group)
-
-    target_N1 = logits_NV.gather(1, column_N1.clamp(0, num_columns - 1)).masked_fill(elsewhere_N1, 0.0)
-    column_V = torch.arange(num_columns, device=logits_NV.device)
-    earlier_N1 = ((logits_NV == max_N1) & (column_V < column_N1)).any(dim=1, keepdim=True)
-    max_N = max_N1.squeeze(1)
-    if softmax.details:
-        value_N = target_N1.squeeze(1).clone()
-        dist.all_reduce(value_N, group=group)
-        above_N = count_above(logits_NV, value_N, column_N1.squeeze(1))
-        top_N = softmax.vocab_start + first_largest(logits_NV)
-        top_N[own_max_N != max_N] = torch.iinfo(torch.int64).max
-        dist.all_reduce(top_N, dist.ReduceOp.MIN, group=group)
-        exp_sum_N, weighted_N = exp_sums(logits_NV, max_N)
-    else:
-        exp_sum_N = _sum_of_exp(logits_NV, max_N)
-    sums_N3 = torch.cat([exp_sum_N[:, None], target_N1, earlier_N1.to(logits_NV.dtype)], dim=1)
-    dist.all_reduce(sums_N3, group=group)
-    exp_sum_N, target_N, earlier_N = sums_N3.unbind(dim=1)
-    nll_N, correct_N = exp_sum_N.log() + (max_N - target_N), (target_N == max_N) & (earlier_N == 0)
-    if not softmax.details:
-        return nll_N, correct_N
-    sums_N2 = torch.stack([above_N.double(), weighted_N.double()], dim=1)
-    dist.all_reduce(sums_N2, group=group)
-    entropy_N = exp_sum_N.log() - sums_N2[:, 1].float() / exp_sum_N
-    return nll_N, correct_N, 1 + sums_N2[:, 0].long(), top_N, entropy_N
+    model: Decoder
+    hidden_ND: torch.Tensor
 
 
 class ScoringModel(nn.Module):
@@ -177,6 +88,9 @@ class ScoringModel(nn.Module):
         labels_BT: torch.Tensor,
         input_pos_BT: torch.Tensor | None = None,
         mask_BTT: torch.Tensor | None = None,
+        *,
+        beside: Beside | None = None,
+        rows_only: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Score a batch.
 
@@ -185,10 +99,13 @@ class ScoringModel(nn.Module):
             labels_BT: targets aligned with the inputs, -100 where nothing is scored; int64.
             input_pos_BT: positions; None for 0 to T - 1. Not with a ``sequence_group``.
             mask_BTT: True where a token sees another; None for causal. Not with a ``sequence_group``.
+            beside: the reference to compare with, after a call of its scorer with the same batch.
+            rows_only: stop before the head, for ``beside``.
 
         Returns:
             What ``token_nll`` does, of the scored targets in row-major order; the same on all ranks that
-            score the batch together.
+            score the batch together. With ``beside``, the fields of ``TokenComparison`` come after them; with
+            ``rows_only``, hidden states [N, D] of this rank's scored positions are all.
         """
         scored_BT = labels_BT != CROSS_ENTROPY_IGNORE_IDX
         if self.sequence_group is None:
@@ -197,7 +114,10 @@ class ScoringModel(nn.Module):
             else:
                 assert input_pos_BT is not None
                 hidden_BTD = self.model.hidden_of_branches(tokens_BT, input_pos_BT, mask_BTT)
-            return self._score_hidden(hidden_BTD[scored_BT], labels_BT[scored_BT])
+            hidden_ND = hidden_BTD[scored_BT]
+            if rows_only:
+                return (self._checked(hidden_ND),)
+            return self._score_hidden(hidden_ND, labels_BT[scored_BT], beside)
         assert mask_BTT is None
         if not self._parts_are_checked:
             context_parallel.check_parts(self.model, self.sequence_group, tokens_BT.device)
@@ -206,28 +126,51 @@ class ScoringModel(nn.Module):
         part_tokens_BT, part_labels_BT, input_pos = part.take(tokens_BT, labels_BT)
         part_scored_BT = part_labels_BT != CROSS_ENTROPY_IGNORE_IDX
         hidden_BTD = self.model.hidden(part_tokens_BT, input_pos, part.num_positions)
-        found = self._score_hidden(hidden_BTD[part_scored_BT], part_labels_BT[part_scored_BT])
+        if rows_only:
+            return (self._checked(hidden_BTD[part_scored_BT]),)
+        found = self._score_hidden(hidden_BTD[part_scored_BT], part_labels_BT[part_scored_BT], beside)
         # Ranks and ids of tokens are exact in float32: no vocabulary has 2^24.
         values_KBT = hidden_BTD.new_zeros(len(found), *part_labels_BT.shape, dtype=torch.float32)
         values_KBT[:, part_scored_BT] = torch.stack([values_N.float() for values_N in found])
         joined_KN = part.join(values_KBT)[:, scored_BT]
         return tuple(values_N.to(own.dtype) for values_N, own in zip(joined_KN, found, strict=True))
 
-    def _score_hidden(self, hidden_ND: torch.Tensor, targets_N: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        kinds = _OUTPUTS if self.softmax.details else _OUTPUTS[:2]
+    def _score_hidden(
+        self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, beside: Beside | None
+    ) -> tuple[torch.Tensor, ...]:
+        kinds = [*(_OUTPUTS if self.softmax.details else _OUTPUTS[:2]), *(_COMPARED if beside else ())]
         outputs = tuple(torch.empty(len(targets_N), dtype=kind, device=hidden_ND.device) for kind in kinds)
-        with sharding.whole_head(self.model):
-            if not self._head_is_checked:
-                self.model.check_head(hidden_ND.device)
-                self._head_is_checked = True
+        self._checked(hidden_ND)
+        with ExitStack() as heads:
+            for model in (self.model, *(() if beside is None else (beside.model,))):
+                heads.enter_context(sharding.whole_head(model))
             for first in range(0, len(targets_N), self.rows_per_chunk):
                 activity.tick()
                 chunk = slice(first, first + self.rows_per_chunk)
-                logits_NV = self.model.head(hidden_ND[chunk])
-                found = token_nll(logits_NV, targets_N[chunk], self.softmax)
+                logits_NV, targets_K = self.model.head(hidden_ND[chunk]), targets_N[chunk]
+                compared: tuple[torch.Tensor, ...] = ()
+                if beside is not None:
+                    compared = self._compare(logits_NV, beside.model.head(beside.hidden_ND[chunk]), targets_K)
+                found = (*token_nll(logits_NV, targets_K, self.softmax), *compared)
                 for output_N, values_K in zip(outputs, found, strict=True):
                     output_N[chunk] = values_K
         return outputs
+
+    def _compare(
+        self, logits_KV: torch.Tensor, reference_KV: torch.Tensor, targets_K: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        rule = self.softmax._replace(details=False)
+        kl_K, reverse_kl_K, top_rank_K = compare_logits(reference_KV, logits_KV, rule.vocab_start, rule.group)
+        # Last, as it overwrites them.
+        return token_nll(reference_KV, targets_K, rule)[0], kl_K, reverse_kl_K, top_rank_K
+
+    def _checked(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Hold the head against the engine's own in the first batch; return the same rows."""
+        if not self._head_is_checked:
+            with sharding.whole_head(self.model):
+                self.model.check_head(hidden_ND.device)
+            self._head_is_checked = True
+        return hidden_ND
 
 
 def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int, softmax: str = "exact") -> int:
@@ -250,12 +193,29 @@ def rows_per_chunk(vocab_size: int, dtype: torch.dtype, max_logits_bytes: int, s
 
 
 @torch.no_grad()
-def score_batch(scorer: ScoringModel, batch: Batch, device: torch.device) -> WindowScores:
-    """Score a batch on a device; one forward, whatever is in it."""
-    labels_BT = batch.labels_BT.to(device)
-    nll_N, correct_N, *details = scorer(batch.tokens_BT.to(device), labels_BT)
+def score_batch(
+    scorer: ScoringModel, batch: Batch, device: torch.device, reference: ScoringModel | None = None
+) -> WindowScores:
+    """Score a batch on a device; one forward, whatever is in it, and one of the reference.
+
+    Args:
+        scorer: the model.
+        batch: the batch.
+        device: where both are.
+        reference: the model that it is compared with, if there is one.
+    """
+    tokens_BT, labels_BT = batch.tokens_BT.to(device), batch.labels_BT.to(device)
+    beside = None
+    if reference is not None:
+        (hidden_ND,) = reference(tokens_BT, labels_BT, rows_only=True)
+        beside = Beside(reference.model, hidden_ND)
+    nll_N, correct_N, *more = scorer(tokens_BT, labels_BT, beside=beside)
     scores = window_scores(nll_N, correct_N, batch.labels_BT, len(batch.window_ids_B))
-    return scores._replace(details_N=tuple(values_N.cpu().numpy() for values_N in details))
+    more = [values_N.cpu().numpy() for values_N in more]
+    if beside is not None:
+        more, compared = more[: -len(_COMPARED)], more[-len(_COMPARED) :]
+        scores = scores._replace(comparison=TokenComparison(*compared))
+    return scores._replace(details_N=tuple(more))
 
 
 def window_scores(
