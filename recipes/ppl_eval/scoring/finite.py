@@ -14,7 +14,11 @@ from ppl_eval.protocols.batches import Batch
 def not_finite(scores: WindowScores) -> BoolArray:
     """Return which windows of a batch have an NLL that is NaN, infinite, or so large that no total holds its
     square (2^31 nats a token), or a comparison that is not finite; bool [B]."""
-    return np.asarray(~(scores.nll_sq_sum_B < LARGEST)) | _not_comparable(scores)
+    return _no_nll(scores) | _not_comparable(scores)
+
+
+def _no_nll(scores: WindowScores) -> BoolArray:
+    return np.asarray(~(scores.nll_sq_sum_B < LARGEST))
 
 
 def _not_comparable(scores: WindowScores) -> BoolArray:
@@ -39,7 +43,7 @@ def describe(batch: Batch, scores: WindowScores, where: str) -> str:
         f"window {batch.window_ids_B[bad]} (document {batch.document_B[bad]}, from its token"
         f" {batch.start_B[bad]})"
     )
-    if np.isfinite(scores.nll_sum_B[bad]):
+    if not _no_nll(scores)[bad]:
         return (
             f"{window} has no finite KL divergence from the reference on {where} (NLL"
             f" {scores.nll_sum_B[bad]}): one of the two rules a token out, or the reference's NLL is not"
