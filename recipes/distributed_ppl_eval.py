@@ -155,7 +155,6 @@ class DistributedPPLEvalRecipe:
         expected = state.share.expected_tokens * (1 - state.num_done / max(1, len(state.share.batches)))
         schedule = Schedule(state)
         progress = Progress(round(expected), state.dims.dp_degree, enabled=self.world.rank == 0)
-
         spool = (self._ledger.folder, self.world.rank, state.inputs.plan)
         tokens = TokenSpool(*spool) if keeps_tokens(self.settings) else None
 
