@@ -20,6 +20,7 @@ from ppl_eval.distributed.outcome import EXIT_BAD_INPUT
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 
+OTHERS = [pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGHUP)]
 CONFIG = ["--config", "smollm2/135M_ppl", "batch_size=4"]
 
 
@@ -123,9 +124,10 @@ def test_the_recipe_s_exit_code_and_the_cause_come_last(tiny, tmp_path, private_
     assert done.code == EXIT_BAD_INPUT, done.output
     why = f"baseline: cannot read /no/such.json: {os.strerror(errno.ENOENT)}"
     assert done.output.splitlines()[-1] == f"error: rank 0 on {socket.gethostname()}: {why}"
+    assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, *OTHERS])
 def test_signals_reach_the_ranks_and_the_exit_code_names_them(tiny, tmp_path, private_home, number):
     held, go = tmp_path / "held", tmp_path / "go"
     config = write_config(tmp_path / "config.yaml", tiny.folder, tiny.text)
@@ -146,6 +148,8 @@ def test_signals_reach_the_ranks_and_the_exit_code_names_them(tiny, tmp_path, pr
         running.send_signal(number)
         assert running.wait(60) == 128 + number
         output.seek(0)
-        last = output.read().splitlines()[-1]
+        everything = output.read()
+    last = everything.splitlines()[-1]
+    assert "Traceback" not in everything
     assert last.startswith("error: ")
     assert number.name in last

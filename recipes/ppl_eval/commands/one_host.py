@@ -6,12 +6,18 @@ torchrun's own rendezvous stores listen on every interface of the machine, have 
 they are sent. No option binds them; a store over a socket that is bound already does not listen elsewhere.
 """
 
+import os
 import socket
 import sys
+from pathlib import Path
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from ppl_eval.distributed.outcome import ERROR_FILE, EXIT_FAILED, EXIT_SIGNAL, read_cause
 
 BACKEND = "ppl_eval_loopback"
 ADDRESS = "127.0.0.1"
@@ -44,11 +50,20 @@ def _create(parameters: RendezvousParameters) -> LoopbackRendezvous:
 
 
 def main() -> None:
-    """Run torchrun with this rendezvous."""
+    """Run torchrun with this rendezvous, and without its tracebacks."""
     from torch.distributed import run
 
     rendezvous_handler_registry.register(BACKEND, _create)
-    run.main([f"--rdzv_backend={BACKEND}", f"--local_addr={ADDRESS}", "-m", *sys.argv[1:]])
+    try:
+        run.main([f"--rdzv_backend={BACKEND}", f"--local_addr={ADDRESS}", "-m", *sys.argv[1:]])
+    except SignalException as stop:
+        # Where torchrun was when the signal came says nothing about the run.
+        sys.exit(EXIT_SIGNAL + stop.sigval)
+    except ChildFailedError as error:
+        # `ppl-eval launch` prints the cause that a rank recorded; of other ends torchrun knows most.
+        if read_cause(Path(os.environ.get(ERROR_FILE, ""))) is None:
+            print(error, file=sys.stderr, flush=True)
+        sys.exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":
