@@ -30,6 +30,8 @@ def strike() -> None:
         os.kill(os.getppid(), number)
     if fault.get("whom", "rank") != "launcher":
         os.kill(os.getpid(), number)
+    # Work that nothing interrupts; the tiny run would be over before anybody looks.
+    os.read(os.pipe()[0], 1)
 
 
 def append_and_strike(self, records):

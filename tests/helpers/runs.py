@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -128,3 +129,11 @@ def running_ranks(
     finally:
         for script in running:
             script.kill()
+
+
+def the_error(finished: Finished) -> str:
+    """The only error that was printed, in the last line but for the warnings of torch's store."""
+    (error,) = re.findall(r"^error: (.*)$", finished.output, re.MULTILINE)
+    lines = [line for line in finished.output.splitlines() if not line.startswith("[W")]
+    assert lines[-1] == f"error: {error}", finished.output
+    return error
