@@ -23,6 +23,7 @@ ORDER = (
     "distributed",
     "run",
     "results",
+    "reports",
     "api",
     "tasks",
     "commands",

@@ -9,6 +9,7 @@ from pathlib import Path
 import shtab
 
 from ppl_eval import __version__
+from ppl_eval.commands.compare import add_compare
 from ppl_eval.commands.doctor_cli import add_doctor
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
 from ppl_eval.commands.run import add_run
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     add_run(commands)
     add_tasks(commands)
+    add_compare(commands)
 
     ls = commands.add_parser("ls", help="list the shipped configs")
     ls.set_defaults(command=_ls)

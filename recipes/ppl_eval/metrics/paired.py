@@ -134,15 +134,28 @@ def paired_difference(
     Returns:
         Nats per token; the error is None with fewer than two blocks.
     """
-    scored_W = num_tokens_W > 0
-    difference_W, tokens_W = nll_difference_W[scored_W], num_tokens_W[scored_W].astype(np.int64)
-    mean = math.fsum(difference_W) / int(tokens_W.sum())
+    blocks, mean = paired_blocks(nll_difference_W, num_tokens_W, document_W)
+    return mean, blocks.ce_loss_stderr()
+
+
+def paired_blocks(
+    difference_W: FloatArray, size_W: IntArray, document_W: IntArray | None = None
+) -> tuple[Blocks, float]:
+    """Group differences to blocks of neighbours, and return these with the ratio of the sums.
+
+    Args:
+        difference_W: of each window or document.
+        size_W: what its difference is divided by: tokens, or bytes; those with none do not count.
+        document_W: document of each, ascending; None for one document.
+    """
+    counts_W = size_W > 0
+    difference_W, size_W = difference_W[counts_W], size_W[counts_W].astype(np.int64)
     starts = np.zeros(1, dtype=np.int64)
     if document_W is not None:
-        starts = np.append(starts, 1 + np.flatnonzero(np.diff(document_W[scored_W])))
-    blocks = Blocks(len(tokens_W), starts)
-    blocks.add(np.arange(len(tokens_W)), difference_W, tokens_W)
-    return mean, blocks.ce_loss_stderr()
+        starts = np.append(starts, 1 + np.flatnonzero(np.diff(document_W[counts_W])))
+    blocks = Blocks(len(size_W), starts)
+    blocks.add(np.arange(len(size_W)), difference_W, size_W)
+    return blocks, math.fsum(difference_W) / int(size_W.sum())
 
 
 def sentence(found: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ freedom. Where whole documents resemble each other, or one stream has only a few
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from statistics import NormalDist
@@ -129,3 +130,39 @@ def student_t(probability: float, degrees: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return z + sum(term / degrees ** (i + 1) for i, term in enumerate(terms))
+
+
+def two_sided_p(t: float, degrees: int) -> float:
+    """Return the probability of a value of Student's t at least as far from 0.
+
+    With x = sqrt(degrees) tan(a), the density is proportional to cos(a)^(degrees - 1); both integrals are
+    taken by Simpson's rule.
+    """
+    if math.isinf(t):
+        return 0.0
+    cut = math.atan(abs(t) / math.sqrt(degrees))
+
+    def integral(low: float) -> float:
+        angle = np.linspace(low, math.pi / 2, 4097)
+        weight = np.full(4097, 2.0)
+        weight[1::2], weight[[0, -1]] = 4.0, 1.0
+        return float((weight * np.cos(angle) ** (degrees - 1)).sum()) * (math.pi / 2 - low)
+
+    return min(1.0, integral(cut) / integral(0.0))
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Adjust p-values for having asked several questions (Holm, 1979): the chance of even one false finding
+    among them stays below the level. None stays None and is not counted.
+
+    Example:
+        >>> holm([0.01, 0.04, 0.03])
+        [0.03, 0.06, 0.06]
+    """
+    found: list[float | None] = [None] * len(p_values)
+    asked = sorted((value, index) for index, value in enumerate(p_values) if value is not None)
+    largest = 0.0
+    for place, (value, index) in enumerate(asked):
+        largest = max(largest, min(1.0, (len(asked) - place) * value))
+        found[index] = largest
+    return found

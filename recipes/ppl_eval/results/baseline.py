@@ -15,7 +15,7 @@ EXIT_MISMATCH = 3
 EXIT_INCOMPARABLE = 4
 
 # Fields that say what a window means: where one differs, no two windows can be compared.
-_MEANING = (
+MEANING = (
     "schema",
     "protocol",
     "dataset.fingerprint.tokenizer_sha256",
@@ -80,7 +80,7 @@ def check_comparable(asked: Mapping[str, Any], baseline: Mapping[str, Any]) -> N
     Raises:
         IncomparableError: if they do.
     """
-    lines = differences(asked, baseline, _MEANING)
+    lines = differences(asked, baseline, MEANING)
     if lines:
         raise IncomparableError("\n  ".join([_INCOMPARABLE, *lines]))
 
@@ -135,7 +135,7 @@ def against(
     Returns:
         None where windows mean different things, or none is known to be shared.
     """
-    if differences(result, baseline, _MEANING):
+    if differences(result, baseline, MEANING):
         return None
     same_windows = not differences(result, baseline, _QUESTION)
     return paired.against_baseline(result, baseline, ours, theirs, same_windows=same_windows)
@@ -164,7 +164,7 @@ def compare(result: Mapping[str, Any], baseline: Mapping[str, Any], tolerance: f
     shared = result.get("against_baseline") if other_question else None
     if other_question and shared is None:
         listed = "\n".join(f"  {line}" for line in other_question)
-        if not differences(result, baseline, _MEANING):
+        if not differences(result, baseline, MEANING):
             listed += "\nper_window=true in both runs compares the windows that both share, if there are any"
         return (
             EXIT_INCOMPARABLE,

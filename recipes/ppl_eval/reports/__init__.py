@@ -1,0 +1,1 @@
+"""Readers of finished runs: comparisons, the report, snippets for model cards."""
