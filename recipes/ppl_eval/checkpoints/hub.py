@@ -11,7 +11,7 @@ from typing import Any
 _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _SECONDS = 10.0
 # What scoring reads: descriptions, tokenizers and weights.
-_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.model", "pytorch_model*.bin")
+_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer*", "*.model", "pytorch_model*.bin")
 # Weights a second time: Meta's own files, other forms.
 _NOT = ("original/*", "consolidated*", "onnx/*", "*/*.bin")
 
