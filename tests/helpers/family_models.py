@@ -74,6 +74,9 @@ BUILDERS = {
         "qwen2": "qwen2.qwen2",
         "qwen2_5": "qwen2.qwen2",
     }.items()
+} | {
+    family: f"ppl_eval.models.{family}.{family}"
+    for family in ("mistral_nemo", "phi4_mini", "qwen3", "olmo2", "granite3", "gemma3", "smollm3")
 }
 
 
@@ -130,6 +133,56 @@ CASES = [
         {"rope_theta": 1e6, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     ),
     Case("qwen2_5", "qwen2_5", "Qwen2Config", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
+    Case(
+        *("mistral_nemo", "mistral_nemo", "MistralConfig"),
+        {"head_dim": 32, "sliding_window": None, "rope_theta": 1e6},
+    ),
+    Case(
+        *("phi4_mini", "phi4_mini", "Phi3Config"),
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 32,
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Case("qwen3", "qwen3", "Qwen3Config", {"rope_theta": 1e6, "head_dim": 32}),
+    Case(
+        *("qwen3_tied", "qwen3", "Qwen3Config"),
+        {"rope_theta": 1e6, "head_dim": 16, "tie_word_embeddings": True},
+    ),
+    Case("olmo2", "olmo2", "Olmo2Config", {"rope_theta": 5e5, "rms_norm_eps": 1e-6}),
+    Case(
+        *("granite3", "granite3", "GraniteConfig"),
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.125,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Case(
+        *("gemma3", "gemma3", "Gemma3TextConfig"),
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 2,
+        },
+    ),
+    Case(
+        *("gemma3_scaled", "gemma3", "Gemma3TextConfig"),
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 3,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    Case("smollm3", "smollm3", "SmolLM3Config", {"no_rope_layer_interval": 3, "rope_theta": 5e6}),
 ]
 
 
@@ -216,7 +269,7 @@ def build(
     **changed: Any,
 ) -> tuple[torch.nn.Module, dict[str, Any], list[str]]:
     """The family's torchtune model with a checkpoint's weights, its config.json and corrections' notes."""
-    package = f"torchtune.models.{case.family}"
+    package = BUILDERS[case.family].split(".models.")[0] + f".models.{case.family}"
     loaded = load_state_dict(
         {
             "_component_": "torchtune.training.FullModelHFCheckpointer",

@@ -14,8 +14,9 @@ from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.config import own_code
 from ppl_eval.config.settings import read_settings
 from ppl_eval.models import converters, families, hf_config
+from ppl_eval.models.architectures import Architecture
 from ppl_eval.models.config_check import check_config, model_section
-from ppl_eval.models.families import Architecture, Family
+from ppl_eval.models.families import Family
 from ppl_eval.scoring.load import build_on_meta, match_family
 
 # Our own builder of a Llama whose weight names have a prefix of their own.

@@ -180,6 +180,49 @@ def _by_scores(
     return torch.matmul(weights.to(v.dtype), v)
 
 
+class NormedAttention(MultiHeadAttention):
+    """Attention that normalises queries and keys before it turns them by their positions.
+
+    torchtune's own does so afterwards, which is another function: a norm's weights differ between channels
+    that the rotation mixes.
+
+    Args:
+        whole_width: norms go over all heads together (OLMo 2) and not over each (Qwen 3, Gemma 3).
+        parts: what torchtune's takes; ``q_norm`` and ``k_norm`` are needed.
+    """
+
+    def __init__(self, *, whole_width: bool, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.whole_width = whole_width
+
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, *, mask: Any = None, input_pos: Tensor | None = None
+    ) -> Tensor:
+        """Attend from x [B, T, D] to itself; y is x, by torchtune's layers."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.whole_width:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BTHD, k_BTHD, v_BTHD = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        if not self.whole_width:
+            q_BTHD, k_BTHD = self.q_norm(q_BTHD), self.k_norm(k_BTHD)
+        if self.pos_embeddings is not None:
+            q_BTHD, k_BTHD = (self.pos_embeddings(part, input_pos=input_pos) for part in (q_BTHD, k_BTHD))
+        group = self.num_heads // self.num_kv_heads
+        k_BHTD, v_BHTD = (_repeated(part.transpose(1, 2), group) for part in (k_BTHD, v_BTHD))
+        out_BHTD = self._attention_call(
+            q_BTHD.transpose(1, 2), k_BHTD, v_BHTD, mask=mask, dropout_p=0.0, is_causal=mask is None
+        )
+        return self.output_proj(out_BHTD.transpose(1, 2).flatten(2))
+
+
+def _repeated(x_BHTD: Tensor, group: int) -> Tensor:
+    return x_BHTD if group == 1 else x_BHTD.repeat_interleave(group, dim=1)
+
+
+# Those whose score function is `_attention_call`, which `install` and context parallelism replace.
+KINDS = (MultiHeadAttention, NormedAttention)
+
+
 def install(
     attn: MultiHeadAttention, *, window: int | None, softcap: float | None = None, scale: float | None = None
 ) -> None:
@@ -204,5 +247,5 @@ def install_everywhere(decoder: TransformerDecoder) -> None:
     """Make the layers that still attend through torchtune's own call use ``attend``."""
     for layer in decoder.layers:
         attn = layer.attn
-        if type(attn) is MultiHeadAttention and not isinstance(attn._attention_call, partial):
+        if type(attn) in KINDS and not isinstance(attn._attention_call, partial):
             install(attn, window=None)

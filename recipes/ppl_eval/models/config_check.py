@@ -34,6 +34,11 @@ _ARGUMENTS = {
     "attn_logit_softcapping": ("hidden_capping_value",),
     "final_logit_softcapping": ("final_capping_value",),
     "query_pre_attn_scalar": ("query_pre_attn_scalar",),
+    "embedding scale": ("embedding_multiplier",),
+    "residual_multiplier": ("residual_multiplier",),
+    "logits_scaling": ("logits_scaling",),
+    "layers without positions": ("nope_layers",),
+    "rope_local_base_freq": ("local_rope_base",),
 }
 
 
@@ -203,7 +208,8 @@ def _torchtune_scales(scaling: Mapping[str, Any], config: HFConfig) -> bool:
     keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind == "llama3":
         return tuple(scaling[key] for key in keys) == constants
-    return kind == "default" or (kind == "longrope" and config["model_type"] == "phi3")
+    own = {"phi3": "longrope", "gemma3_text": "linear"}
+    return kind == "default" or kind == own.get(config["model_type"])
 
 
 def model_section(config: HFConfig) -> str:
@@ -223,7 +229,10 @@ def model_arguments(config: HFConfig) -> dict[str, Any]:
     values = {argument: facts[key] for key, names in _ARGUMENTS.items() for argument in names}
     values["sliding_window_size"] = next((window for window in facts["sliding_window"] if window), None)
     scaling = facts["rope_scaling"]
-    values["scale_factor"] = scaling["factor"] if scaling["rope_type"] == "llama3" else 1
+    has_factor = scaling["rope_type"] != "longrope" and _torchtune_scales(scaling, config)
+    values["scale_factor"] = scaling.get("factor", 1) if has_factor else 1
+    values["attention_multiplier"] = facts["query_pre_attn_scalar"] ** -0.5
+    values["global_layers"] = [i for i, window in enumerate(facts["sliding_window"]) if window is None]
     values["max_seq_len"] = config.get("max_position_embeddings", 4096)
     parameters = inspect.signature(_get_component_from_path(component)).parameters
     return {"_component_": component, **{name: values[name] for name in parameters if name in values}}

@@ -4,6 +4,7 @@ Every converter works key by key, so it can be called with one tensor at a time,
 included.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -103,6 +104,53 @@ def phi3(tensors: Tensors, layout: HeadLayout) -> Tensors:
             "dim": layout.hidden_size,
         }
     return phi3_hf_to_tune(tensors, **heads)
+
+
+_WHOLE = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.scale",
+    "lm_head.weight": "output.weight",
+}
+_LAYER = {
+    "self_attn.q_proj.weight": "attn.q_proj.weight",
+    "self_attn.k_proj.weight": "attn.k_proj.weight",
+    "self_attn.v_proj.weight": "attn.v_proj.weight",
+    "self_attn.o_proj.weight": "attn.output_proj.weight",
+    "self_attn.q_norm.weight": "attn.q_norm.scale",
+    "self_attn.k_norm.weight": "attn.k_norm.scale",
+    "mlp.gate_proj.weight": "mlp.w1.weight",
+    "mlp.down_proj.weight": "mlp.w2.weight",
+    "mlp.up_proj.weight": "mlp.w3.weight",
+    "input_layernorm.weight": "sa_norm.scale",
+}
+_TWO_NORMS = {**_LAYER, "post_attention_layernorm.weight": "mlp_norm.scale"}
+_MORE_NORMS = {
+    **_LAYER,
+    "post_attention_layernorm.weight": "sa_scale.scale",
+    "pre_feedforward_layernorm.weight": "mlp_norm.scale",
+    "post_feedforward_layernorm.weight": "mlp_scale.scale",
+}
+_IN_LAYER = re.compile(r"model\.(layers\.\d+)\.(.+)")
+
+
+def qwen3(tensors: Tensors, layout: HeadLayout) -> Tensors:
+    """Rename the weights of Qwen 3, whose rows stay in their order."""
+    return _renamed(tensors, _TWO_NORMS)
+
+
+def norms_after(tensors: Tensors, layout: HeadLayout) -> Tensors:
+    """Rename the weights of models with norms after attention and MLP too: OLMo 2 and Gemma 3."""
+    return _renamed(tensors, _MORE_NORMS)
+
+
+def _renamed(tensors: Tensors, layer_names: Mapping[str, str]) -> Tensors:
+    # Unknown names stay, for the comparison with the model to report.
+    renamed = {}
+    for name, tensor in tensors.items():
+        found = _IN_LAYER.fullmatch(name)
+        known = layer_names.get(found[2]) if found else None
+        renamed[f"{found[1]}.{known}" if found and known else _WHOLE.get(name, name)] = tensor
+    return renamed
 
 
 def _rotary_pairs(layout: HeadLayout) -> dict[str, int]:

@@ -18,7 +18,7 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder, Transforme
 
 from ppl_eval.models import attention
 
-# What config.json says, defaults filled in (``families.Architecture.facts``); None without one.
+# What config.json says, defaults filled in (``architectures.Architecture.facts``); None without one.
 Facts = Mapping[str, Any] | None
 
 

@@ -16,60 +16,21 @@ out of the built modules. Tokenizers are no part of a family: ``tokenization.enc
 classes.
 """
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torchtune.modules import TransformerDecoder
 
-from ppl_eval.models import converters, hf_config
+from ppl_eval.models import architectures as arch
+from ppl_eval.models import converters
 from ppl_eval.models import corrections as fix
+from ppl_eval.models.architectures import Architecture, Facts
 from ppl_eval.models.hf_config import HFConfig
 
 # The checkpointer's model_type for ``ppl_eval.models.hf``: names stay as they are in the files.
 OWN_NAMES = "TRANSFORMERS"
-Facts = dict[str, Any]
 # (model, builder's dotted path, what config.json says or None without one) -> notes
 Correction = Callable[[TransformerDecoder, str, Facts | None], list[str]]
-
-
-def _no_other_facts(config: HFConfig) -> Facts:
-    return {}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What transformers calls one ``model_type``, and how it reads that type's config.json.
-
-    Attributes:
-        model_type: ``model_type`` in config.json.
-        component: dotted path of the builder that has an argument for every constant in which models of this
-            type differ; what an error message proposes.
-        defaults: what transformers 5 assumes where config.json lacks the key.
-        other_facts: the facts that it reads differently from ``hf_config.llama_facts``, from a config with
-            its defaults filled in.
-        gguf: ``general.architecture`` of its GGUF files, where ``checkpoints.gguf`` reads them.
-        nullable: keys of ``defaults`` that may be null in the file, which then means something else.
-    """
-
-    model_type: str
-    component: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    other_facts: Callable[[HFConfig], Facts] = _no_other_facts
-    gguf: str | None = None
-    nullable: tuple[str, ...] = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-
-    def facts(self, config: HFConfig) -> Facts:
-        """Return what a config.json says, by its own keys, with transformers' defaults filled in."""
-        never_null = [
-            key for key, value in self.defaults.items() if value is not None and key not in self.nullable
-        ]
-        hf_config.check_nulls(config, never_null)
-        filled = {**self.defaults, **config}
-        facts = hf_config.llama_facts(filled) | self.other_facts(filled)
-        # transformers' other name for the same function.
-        return facts | {"hidden_act": {"swish": "silu"}.get(facts["hidden_act"], facts["hidden_act"])}
 
 
 @dataclass(frozen=True)
@@ -97,128 +58,30 @@ class Family:
         return self.builders.rpartition(".")[2]
 
 
-def _gemma_facts(config: HFConfig) -> Facts:
-    name = config.get("hidden_act") or "silu"
-    return {
-        # The legacy name "gelu" means the tanh form, as transformers reads it.
-        "hidden_act": "gelu_pytorch_tanh" if name == "gelu" else name,
-        "embedding scale": math.sqrt(hf_config.required(config, "hidden_size")),
-        "norm weight is an offset from 1": True,
-    }
-
-
-def _gemma2_facts(config: HFConfig) -> Facts:
-    return _gemma_facts(config) | {
-        "hidden_act": config.get("hidden_activation") or "silu",
-        "sliding_window": hf_config.windows_by_layer(config, lambda index: index % 2 == 0),
-        "query_pre_attn_scalar": hf_config.required(config, "query_pre_attn_scalar"),
-        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
-        "final_logit_softcapping": config.get("final_logit_softcapping"),
-        "feed-forward norms": "before and after",
-    }
-
-
-def _phi3_facts(config: HFConfig) -> Facts:
-    return {
-        "rope_scaling": hf_config.rope_scaling(config, aliases={"su": "longrope", "yarn": "longrope"}),
-        "sliding_window": hf_config.same_window(config),
-    }
-
-
-def _qwen2_facts(config: HFConfig) -> Facts:
-    first_window = config["max_window_layers"]
-    used = config if config["use_sliding_window"] else {**config, "sliding_window": None}
-    return {
-        "sliding_window": hf_config.windows_by_layer(used, lambda index: index >= first_window),
-        "query, key and value bias": True,
-        "attention output bias": False,
-    }
-
-
-LLAMA = Architecture(
-    "llama",
-    # Its builder has both arguments in which Llamas differ: the scaling of RoPE and the tied head.
-    "torchtune.models.llama3_2.llama3_2",
-    {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
-    gguf="llama",
-)
-MISTRAL = Architecture(
-    "mistral",
-    "torchtune.models.mistral.mistral",
-    {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 8, "sliding_window": 4096},
-    lambda config: {"sliding_window": hf_config.same_window(config)},
-    gguf="llama",
-)
-GEMMA = Architecture(
-    "gemma",
-    "torchtune.models.gemma.gemma",
-    {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    _gemma_facts,
-    gguf="gemma",
-)
-GEMMA2 = Architecture(
-    "gemma2",
-    "torchtune.models.gemma2.gemma2",
-    {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256,
-    },
-    _gemma2_facts,
-    gguf="gemma2",
-)
-PHI3 = Architecture(
-    "phi3",
-    "torchtune.models.phi3.phi3",
-    {"rms_norm_eps": 1e-5, "tie_word_embeddings": False, "original_max_position_embeddings": 4096},
-    _phi3_facts,
-    gguf="phi3",
-)
-QWEN2 = Architecture(
-    "qwen2",
-    "torchtune.models.qwen2.qwen2",
-    {
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-    },
-    _qwen2_facts,
-    nullable=("sliding_window", "num_key_value_heads"),
-    gguf="qwen2",
-)
-
 _PHI_FIXES = (fix.phi4_rope_base, fix.phi3_rotary, fix.sliding_windows)
 _GEMMA2_FIXES = (fix.gemma2_builder_caps, fix.gemma2_final_softcap, fix.gemma2_layers)
 
 FAMILIES: tuple[Family, ...] = (
-    Family("torchtune.models.llama2", "LLAMA2", LLAMA, converters.llama),
-    Family("torchtune.models.code_llama2", "LLAMA2", LLAMA, converters.llama),
-    Family("torchtune.models.llama3", "LLAMA3", LLAMA, converters.llama),
-    Family("torchtune.models.llama3_1", "LLAMA3", LLAMA, converters.llama),
-    Family("torchtune.models.llama3_2", "LLAMA3_2", LLAMA, converters.llama),  # SmolLM2 too
-    Family("torchtune.models.llama3_3", "LLAMA3", LLAMA, converters.llama),
-    Family("torchtune.models.mistral", "MISTRAL", MISTRAL, converters.llama, (fix.sliding_windows,)),
-    Family("torchtune.models.gemma", "GEMMA", GEMMA, converters.llama),
-    Family("torchtune.models.gemma2", "GEMMA2", GEMMA2, converters.gemma2, _GEMMA2_FIXES),
-    Family("torchtune.models.phi3", "PHI3_MINI", PHI3, converters.phi3, _PHI_FIXES),
-    Family("torchtune.models.phi4", "PHI4", PHI3, converters.phi3, _PHI_FIXES),
-    Family("torchtune.models.qwen2", "QWEN2", QWEN2, converters.qwen2, (fix.sliding_windows,)),
-    Family("torchtune.models.qwen2_5", "QWEN2", QWEN2, converters.qwen2, (fix.sliding_windows,)),
+    Family("torchtune.models.llama2", "LLAMA2", arch.LLAMA, converters.llama),
+    Family("torchtune.models.code_llama2", "LLAMA2", arch.LLAMA, converters.llama),
+    Family("torchtune.models.llama3", "LLAMA3", arch.LLAMA, converters.llama),
+    Family("torchtune.models.llama3_1", "LLAMA3", arch.LLAMA, converters.llama),
+    Family("torchtune.models.llama3_2", "LLAMA3_2", arch.LLAMA, converters.llama),  # SmolLM2 too
+    Family("torchtune.models.llama3_3", "LLAMA3", arch.LLAMA, converters.llama),
+    Family("torchtune.models.mistral", "MISTRAL", arch.MISTRAL, converters.llama, (fix.sliding_windows,)),
+    Family("torchtune.models.gemma", "GEMMA", arch.GEMMA, converters.llama),
+    Family("torchtune.models.gemma2", "GEMMA2", arch.GEMMA2, converters.gemma2, _GEMMA2_FIXES),
+    Family("torchtune.models.phi3", "PHI3_MINI", arch.PHI3, converters.phi3, _PHI_FIXES),
+    Family("torchtune.models.phi4", "PHI4", arch.PHI3, converters.phi3, _PHI_FIXES),
+    Family("torchtune.models.qwen2", "QWEN2", arch.QWEN2, converters.qwen2, (fix.sliding_windows,)),
+    Family("torchtune.models.qwen2_5", "QWEN2", arch.QWEN2, converters.qwen2, (fix.sliding_windows,)),
+    Family("ppl_eval.models.mistral_nemo", "MISTRAL", arch.MISTRAL, converters.llama, (fix.sliding_windows,)),
+    Family("ppl_eval.models.phi4_mini", "PHI4", arch.PHI3, converters.phi3, _PHI_FIXES),
+    Family("ppl_eval.models.qwen3", "QWEN3", arch.QWEN3, converters.qwen3, (fix.sliding_windows,)),
+    Family("ppl_eval.models.olmo2", "OLMO2", arch.OLMO2, converters.norms_after),
+    Family("ppl_eval.models.granite3", "GRANITE", arch.GRANITE, converters.llama),
+    Family("ppl_eval.models.gemma3", "GEMMA3", arch.GEMMA3, converters.norms_after),
+    Family("ppl_eval.models.smollm3", "SMOLLM3", arch.SMOLLM3, converters.llama, (fix.sliding_windows,)),
 )
 
 
@@ -227,8 +90,7 @@ def supported() -> str:
     names = ", ".join(family.name for family in FAMILIES)
     types = ", ".join(sorted({family.architecture.model_type for family in FAMILIES}))
     return (
-        f"supported are torchtune 0.6.1's text families ({names}), for checkpoints whose config.json says "
-        f"model_type {types}"
+        f"supported are these families ({names}), for checkpoints whose config.json says model_type {types}"
     )
 
 

@@ -138,7 +138,7 @@ def windows_by_layer(config: HFConfig, slides: Callable[[int], bool]) -> list[in
 def llama_facts(config: HFConfig) -> dict[str, Any]:
     """Return what a file says, by its own keys, as transformers' Llama reads it.
 
-    The other architectures differ from these facts in a few keys: see ``families.Architecture``.
+    The other architectures differ from these facts in a few keys: see ``architectures.Architecture``.
     """
     width, heads = required(config, "hidden_size"), required(config, "num_attention_heads")
     attention_bias = bool(config.get("attention_bias", False))
@@ -165,7 +165,13 @@ def llama_facts(config: HFConfig) -> dict[str, Any]:
         "mlp_bias": bool(config.get("mlp_bias", False)),
         "embedding scale": 1.0,
         "norm weight is an offset from 1": False,
+        "attention norms": "before",
         "feed-forward norms": "before",
+        "query and key norms": None,
+        "layers without positions": [],
+        "rope_local_base_freq": None,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
     }
 
 

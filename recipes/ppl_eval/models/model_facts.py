@@ -17,7 +17,9 @@ from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
 
 from ppl_eval.models import attention
-from ppl_eval.models.corrections import Gemma2Layer, Phi3RoPE
+from ppl_eval.models.building import ScaledEmbedding
+from ppl_eval.models.corrections import Phi3RoPE
+from ppl_eval.models.gemma3 import LinearRoPE
 
 
 def facts(model: TransformerDecoder) -> dict[str, Any]:
@@ -30,6 +32,9 @@ def facts(model: TransformerDecoder) -> dict[str, Any]:
         _final_softcap(model),
         _uniform(layers, _scale),
     )
+    positions = [layer.attn.pos_embeddings for layer in layers if layer.attn.pos_embeddings is not None]
+    ropes = [rope for rope in positions if not _is_local(rope)]
+    local_ropes = [rope for rope in positions if _is_local(rope)]
     norms = [norm for norm in model.modules() if hasattr(norm, "eps")]
     return {
         "vocab_size": vocab_size
@@ -44,12 +49,9 @@ def facts(model: TransformerDecoder) -> dict[str, Any]:
         "hidden_act": _uniform(layers, lambda layer: _activation(layer.mlp.activation)),
         "rms_norm_eps": _uniform(norms, lambda norm: norm.eps),
         "tie_word_embeddings": _is_tied(model),
-        "rope_theta": _uniform(layers, lambda layer: float(layer.attn.pos_embeddings.base)),
-        "rope_scaling": _uniform(layers, lambda layer: _scaling(layer.attn.pos_embeddings)),
-        "rotary_dim": _uniform(
-            layers,
-            lambda layer: getattr(layer.attn.pos_embeddings, "rotary_dim", layer.attn.pos_embeddings.dim),
-        ),
+        "rope_theta": _uniform(ropes, lambda rope: float(rope.base)),
+        "rope_scaling": _uniform(ropes, _scaling),
+        "rotary_dim": _uniform(ropes + local_ropes, lambda rope: getattr(rope, "rotary_dim", rope.dim)),
         "sliding_window": [_window(layer) for layer in layers],
         "query_pre_attn_scalar": scale,
         "attn_logit_softcapping": softcap,
@@ -59,17 +61,61 @@ def facts(model: TransformerDecoder) -> dict[str, Any]:
         ),
         "attention output bias": _uniform(layers, lambda layer: _has_bias(layer.attn.output_proj)),
         "mlp_bias": _uniform(layers, lambda layer: _has_bias(layer.mlp.w1, layer.mlp.w2, layer.mlp.w3)),
-        "embedding scale": math.sqrt(embedding.embedding_dim)
-        if isinstance(embedding, GemmaNormEmbeddings)
-        else 1.0,
+        "embedding scale": _embedding_scale(embedding),
         "norm weight is an offset from 1": _uniform(norms, lambda norm: isinstance(norm, GemmaRMSNorm)),
+        "attention norms": _uniform(layers, lambda layer: _places(layer.sa_norm, layer.sa_scale)),
         "feed-forward norms": _uniform(layers, _feed_forward_norms),
+        "query and key norms": _uniform(layers, _query_norms),
+        "layers without positions": [
+            index for index, layer in enumerate(layers) if layer.attn.pos_embeddings is None
+        ],
+        "rope_local_base_freq": _local_base(layers),
+        "residual_multiplier": _uniform(
+            [scale for layer in layers for scale in (layer.sa_scale, layer.mlp_scale)],
+            lambda scale: getattr(scale, "factor", 1.0),
+        ),
+        "logits_scaling": getattr(model, "logits_scaling", 1.0),
     }
+
+
+def _embedding_scale(embedding: nn.Embedding) -> float:
+    if isinstance(embedding, GemmaNormEmbeddings):
+        return math.sqrt(embedding.embedding_dim)
+    return embedding.scale if isinstance(embedding, ScaledEmbedding) else 1.0
+
+
+def _is_local(rope: Any) -> bool:
+    return getattr(rope, "is_local", False)
+
+
+def _local_base(layers: Sequence[Any]) -> Any:
+    """Return the base of the layers with a window where they have one of their own, else None; a list of
+    layers where it is not just those."""
+    local = [index for index, layer in enumerate(layers) if _is_local(layer.attn.pos_embeddings)]
+    if local and local != [index for index, layer in enumerate(layers) if _window(layer)]:
+        return f"one of its own in layers {local}"
+    return _uniform([layers[index].attn.pos_embeddings for index in local], lambda rope: float(rope.base))
+
+
+def _places(before: nn.Module, after: nn.Module) -> str:
+    found = [name for name, part in (("before", before), ("after", after)) if hasattr(part, "eps")]
+    return " and ".join(found)
+
+
+def _query_norms(layer: Any) -> str | None:
+    attn = layer.attn
+    if getattr(attn, "q_norm", None) is None:
+        return None
+    if not isinstance(attn, attention.NormedAttention):
+        return "after rotary positions"
+    return "over all heads" if attn.whole_width else "of each head"
 
 
 def _uniform(items: Sequence[Any], read: Callable[[Any], Any]) -> Any:
     """Return the one value that all items share, or a list of all values where they differ."""
     values = [read(item) for item in items]
+    if not values:
+        return None
     return values[0] if all(value == values[0] for value in values) else values
 
 
@@ -109,6 +155,8 @@ def _scaling(rope: Any) -> dict[str, Any]:
             "high_freq_factor": float(rope.high_freq_factor),
             "original_max_position_embeddings": rope.old_context_len,
         }
+    if isinstance(rope, LinearRoPE) and rope.factor != 1:
+        return {"rope_type": "linear", "factor": float(rope.factor)}
     return {"rope_type": "default"}
 
 
@@ -145,6 +193,7 @@ def _final_softcap(model: TransformerDecoder) -> float | str | None:
 
 
 def _feed_forward_norms(layer: Any) -> str:
-    if isinstance(layer.mlp_scale, nn.Identity):
-        return "before"
-    return "before and after" if isinstance(layer, Gemma2Layer) else "before and after, exchanged"
+    places = _places(layer.mlp_norm, layer.mlp_scale)
+    # torchtune's converter exchanges their names, which its layer does not know of.
+    uncorrected = isinstance(layer.attn, Gemma2Attention)
+    return f"{places}, exchanged" if uncorrected else places

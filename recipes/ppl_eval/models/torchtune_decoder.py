@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import training
-from torchtune.modules import MultiHeadAttention, TransformerDecoder
+from torchtune.modules import TransformerDecoder
 from torchtune.modules.tied_linear import TiedLinear
 from torchtune.training import prepare_mha_for_tp
 
@@ -102,14 +102,23 @@ class TorchtuneDecoder(Decoder):
                 "tensor_parallel_plan cannot be used with a model whose head is tied to its embedding; leave "
                 "tensor_parallel_plan out: the built-in plan splits tied heads too"
             )
+        if axis in ("tp", "tensor_parallel_plan") and self._has_norms_over_heads():
+            return (
+                "tensor_parallel_dim above 1 would split the heads of this model, whose queries and keys are"
+                " normalised over all heads together; set tensor_parallel_dim: 1, and split the weights by"
+                " data_parallel_shard_dim or the sequence by context_parallel_dim"
+            )
         for index, layer in enumerate(self.module.layers if axis == "cp" else ()):
             attn = layer.attn
-            if type(attn) is not MultiHeadAttention or not attn.is_causal:
+            if type(attn) not in attention.KINDS or not attn.is_causal:
                 return (
                     f"layers.{index}.attn is a {type(attn).__name__}; context_parallel_dim above 1 needs "
                     "torchtune's causal MultiHeadAttention, set context_parallel_dim: 1"
                 )
         return None
+
+    def _has_norms_over_heads(self) -> bool:
+        return any(getattr(layer.attn, "whole_width", False) for layer in self.module.layers)
 
     def stop_before_head(self) -> None:
         """Replace the module's ``unembed`` by the final norm alone."""
@@ -127,7 +136,7 @@ class TorchtuneDecoder(Decoder):
 
     def _why_no_branches(self) -> str | None:
         for index, layer in enumerate(self.module.layers):
-            if type(layer.attn) is not MultiHeadAttention or attention.installed(layer.attn)["window"]:
+            if type(layer.attn) not in attention.KINDS or attention.installed(layer.attn)["window"]:
                 return f"layers.{index}.attn has a sliding window or a mask of its own"
         if any(hasattr(module, "sequence_length") for module in self.module.modules()):
             return "its rotary embedding depends on the length of the whole sequence"
@@ -138,8 +147,10 @@ class TorchtuneDecoder(Decoder):
         return self.module(tokens_BT, mask=mask_BTT, input_pos=positions_BT)
 
     def head(self, hidden_ND: Tensor) -> Tensor:
-        """Multiply by the head's matrix, and cap where the family does (``corrections``)."""
+        """Multiply by the head's matrix; divide (Granite) and cap where the family does (``corrections``)."""
         logits_NV = self.module.output(hidden_ND).float()
+        divisor = getattr(self.module, "logits_scaling", 1.0)
+        logits_NV = logits_NV if divisor == 1.0 else logits_NV.div_(divisor)
         softcap = getattr(self.module, "final_logit_softcap", None)
         return logits_NV if softcap is None else logits_NV.div_(softcap).tanh_().mul_(softcap)
 
