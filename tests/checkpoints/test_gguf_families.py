@@ -15,20 +15,26 @@ from ppl_eval.models.config_check import check_config
 from ppl_eval.models.families import correct, family_of
 
 KINDS = gguf.GGMLQuantizationType
-FILES = [case for case in family.CASES if case.name not in ("mistral", "qwen2_window", "gemma2")]
+# Architectures whose GGUF files are not read.
+_NOT_READ = ("olmo2", "granite3", "gemma3", "gemma3_scaled", "smollm3")
+FILES = [
+    case
+    for case in family.CASES
+    if case.name not in ("mistral", "qwen2_window", "gemma2", "phi4_mini", *_NOT_READ)
+]
 
 
 def opened(folder, case):
     """The checkpoint of a GGUF file in a folder of its own."""
     section = {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(folder)}
-    model_type = family_of(f"torchtune.models.{case.family}.").model_type
+    model_type = family_of(family.BUILDERS[case.family]).model_type
     return load_state_dict(section | {"checkpoint_files": ["m.gguf"], "model_type": model_type})
 
 
 def scored(loaded, case, num_inputs, dtype=torch.float64):
     """NLL of every token by the model that the file's own metadata describes."""
     component = family.BUILDERS[case.family]
-    builder = f"torchtune.models.{case.family}.{case.family}"
+    builder = family.BUILDERS[case.family]
     with family.precision(dtype):
         with torch.device("meta"):
             build = family._get_component_from_path(component)

@@ -17,6 +17,13 @@ from torchtune.modules import TransformerDecoder
 
 from ppl_eval.models import attention, families
 from ppl_eval.models.corrections import Phi3RoPE
+from ppl_eval.models.gemma3 import gemma3
+from ppl_eval.models.granite3 import granite3
+from ppl_eval.models.mistral_nemo import mistral_nemo
+from ppl_eval.models.olmo2 import olmo2
+from ppl_eval.models.phi4_mini import phi4_mini
+from ppl_eval.models.qwen3 import qwen3
+from ppl_eval.models.smollm3 import smollm3
 
 Build = Callable[[], TransformerDecoder]
 # 101 is prime: no degree of parallelism divides the vocabulary.
@@ -27,6 +34,14 @@ _GROUPED = {**_SIZES, "num_kv_heads": 6}
 _LONG = {"max_seq_len": 2048}
 _GEMMA = {**_GROUPED, "head_dim": 8, "intermediate_dim": 36}
 _GEMMA2 = {**_GEMMA, "hidden_capping_value": 5.0, "final_capping_value": 3.0, "sliding_window_size": 7}
+_HEADS_OF_8 = {**_GROUPED, "head_dim": 8, "intermediate_dim": 36}
+_GRANITE = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+_GEMMA3 = {"query_pre_attn_scalar": 6.0, "sliding_window_size": 7, "global_layers": [1]}
 
 
 def _mistral_with_window(window: int, **sizes: int) -> TransformerDecoder:
@@ -66,6 +81,13 @@ BUILDERS: dict[str, Build] = {
     "phi3": lambda: phi3(**_GROUPED, intermediate_dim=36),
     "qwen2": lambda: qwen2(**_GROUPED, intermediate_dim=36),
     "qwen2_tied": lambda: qwen2(**_GROUPED, intermediate_dim=36, tie_word_embeddings=True),
+    "mistral_nemo": lambda: mistral_nemo(**_HEADS_OF_8),
+    "phi4_mini": lambda: phi4_mini(**_GROUPED, intermediate_dim=36),
+    "qwen3": lambda: qwen3(**_HEADS_OF_8),
+    "olmo2": lambda: olmo2(**_GROUPED, intermediate_dim=36),
+    "granite3": lambda: granite3(**_HEADS_OF_8, **_GRANITE),
+    "gemma3": lambda: gemma3(**_HEADS_OF_8, **_GEMMA3),
+    "smollm3": lambda: smollm3(**_HEADS_OF_8, nope_layers=[1]),
 }
 
 

@@ -149,7 +149,7 @@ def test_the_checkpointers_model_type_must_fit_the_builder():
     assert check_config(on_meta(LLAMA3_8B), LLAMA3_8B, None, model_type="LLAMA2") == []  # the same converter
 
 
-@pytest.mark.parametrize("model_type", ["llama4", "qwen3", "gemma3_text", "mixtral", None])
+@pytest.mark.parametrize("model_type", ["llama4", "qwen3_moe", "gemma3", "mixtral", None])
 def test_newer_architectures_are_refused_with_what_is_supported(model_type):
     config = config_of(LLAMA3_8B) | {"model_type": model_type}
     for call in (correct, check_config):

@@ -295,5 +295,4 @@ GEMMA3 = Architecture(
     },
     _gemma3_facts,
     spelling=_gemma3_spelling,
-    gguf="gemma3",
 )

@@ -8,7 +8,7 @@ Source: arXiv:2503.19786, section 2, and transformers' ``modeling_gemma3.py``.
 import math
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torchtune.models.gemma.rms_norm import GemmaRMSNorm
 from torchtune.models.qwen2._positional_embeddings import Qwen2RotaryPositionalEmbeddings
 from torchtune.modules import TransformerDecoder, TransformerSelfAttentionLayer
@@ -26,6 +26,8 @@ class LinearRoPE(Qwen2RotaryPositionalEmbeddings):
         factor: what positions are divided by.
         is_local: whether it is that of the layers with a window.
     """
+
+    theta: Tensor
 
     def __init__(
         self, dim: int, max_seq_len: int, base: float, *, factor: float = 1.0, is_local: bool = False

@@ -33,7 +33,7 @@ def granite3(
         *(vocab_size, num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim),
         *(head_dim, max_seq_len, norm_eps),
     )
-    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len, rope_base)  # type: ignore[arg-type]
+    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len, rope_base)
     model = decoder(
         sizes,
         lambda index: pre_norm_layer(

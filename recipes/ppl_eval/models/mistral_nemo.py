@@ -27,7 +27,7 @@ def mistral_nemo(
         *(vocab_size, num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim),
         *(head_dim, max_seq_len, norm_eps),
     )
-    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len, rope_base)  # type: ignore[arg-type]
+    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len, rope_base)
     return decoder(
         sizes, lambda index: pre_norm_layer(sizes, attend_part(sizes, rope)), tied=tie_word_embeddings
     )

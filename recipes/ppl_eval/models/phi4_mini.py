@@ -31,7 +31,7 @@ def phi4_mini(
         intermediate_dim=intermediate_dim,
         max_seq_len=max_seq_len,
         norm_eps=norm_eps,
-        rope_base=rope_base,  # type: ignore[arg-type]
+        rope_base=rope_base,
     )
     if tie_word_embeddings:
         # A tied head is no module, and cannot take the place of one.

@@ -35,7 +35,7 @@ def smollm3(
         *(vocab_size, num_layers, num_heads, num_kv_heads, embed_dim, intermediate_dim),
         *(head_dim, max_seq_len, norm_eps),
     )
-    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len, rope_base)  # type: ignore[arg-type]
+    rope = RotaryPositionalEmbeddings(head_dim, max_seq_len, rope_base)
     without = set(nope_layers)
     return decoder(
         sizes,
