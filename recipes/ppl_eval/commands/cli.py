@@ -12,6 +12,7 @@ from ppl_eval import __version__
 from ppl_eval.commands.compare import add_compare
 from ppl_eval.commands.doctor_cli import add_doctor
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
+from ppl_eval.commands.report import add_report
 from ppl_eval.commands.run import add_run
 from ppl_eval.commands.tasks import add_tasks
 from ppl_eval.config.files import keep_to_owner
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add_run(commands)
     add_tasks(commands)
     add_compare(commands)
+    add_report(commands)
 
     ls = commands.add_parser("ls", help="list the shipped configs")
     ls.set_defaults(command=_ls)
