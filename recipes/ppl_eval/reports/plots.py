@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 # Colours that stand for the page's own, which differ between light and dark; no other colour is drawn.
 _INK, _FAINT, _ACCENT, _SECOND = "#010203", "#040506", "#070809", "#0a0b0c"
 _CSS = {_INK: "var(--ink)", _FAINT: "var(--faint)", _ACCENT: "var(--accent)", _SECOND: "var(--second)"}
-_STYLE: dict[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10,
     "text.parse_math": False,
@@ -58,11 +58,9 @@ def positions(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Markup:
         for place, (name, buckets) in enumerate(runs.items()):
             found = [bucket for bucket in buckets if bucket["num_tokens"]]
             middle = [sum(bucket["context_tokens"]) / 2 for bucket in found]
-            line = {
-                "color": _ACCENT if place == 0 else _SECOND,
-                "linestyle": ("-", "--", ":", "-.")[place % 4],
-            }
-            axes.plot(middle, [bucket["ce_loss"] for bucket in found], marker="o", ms=4, label=name, **line)
+            (line,) = axes.plot(middle, [bucket["ce_loss"] for bucket in found], marker="o", ms=4, label=name)
+            line.set_color(_ACCENT if place == 0 else _SECOND)
+            line.set_linestyle(("-", "--", ":", "-.")[place % 4])
         axes.set_xlabel("tokens of context")
         axes.set_ylabel("NLL, nats per token")
         axes.set_xlim(left=0)
