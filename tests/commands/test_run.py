@@ -32,7 +32,7 @@ def test_a_folder_and_a_text_give_the_number_of_a_config(tiny, tmp_path, capsys)
     assert expected["nll_sum_hex"] in capsys.readouterr().out
 
 
-def test_a_model_that_torchtune_does_not_build_is_scored_by_transformers(tiny, tmp_path, capsys):
+def test_a_model_that_torchtune_does_not_build_is_scored(tiny, tmp_path, capsys):
     sizes = SIZES | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 80}
     write_random(transformers.Qwen3Config(**sizes, head_dim=16), tmp_path)
     write_tokenizer(tmp_path)
