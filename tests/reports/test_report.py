@@ -121,3 +121,15 @@ def test_snippets(tmp_path: Path) -> None:
     found = json.loads(lm_eval([read]))
     assert found["results"]["a|b"]["perplexity,none"] == pytest.approx(math.exp(2.0))
     assert found["n-samples"]["a|b"] == {"original": 1, "effective": 1}
+
+
+def test_one_run_with_a_reference_shows_its_divergence(tmp_path: Path) -> None:
+    found = {"kl_mean": 0.125, "kl_interval_95": None, "same_top": 0.9, "perplexity_ratio": 1.5}
+    found |= {"perplexity_ratio_interval_95": [1.25, 1.75], "kl_percentiles": {"50": 0.1, "99": 0.5}}
+    found = {**full(), "comparison": found}
+    run = write_run(tmp_path / "run", [20.0, 30.0], [10, 10], **found)
+    main(["report", str(run), "-o", str(tmp_path / "report.html")])
+    text = (tmp_path / "report.html").read_text()
+    assert "Mean KL divergence 0.125 nats per token" in text
+    assert "1.25 to 1.75" in text
+    assert 'aria-label="KL divergence"' in text
