@@ -1,6 +1,7 @@
 """Each scheme quantises what it fits, says what it left, and comes back from disk with the same bits."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from helpers.models import on_meta
 from ppl_eval.checkpoints.lazy_state_dict import load_into
 from ppl_eval.checkpoints.load import load_state_dict
 from ppl_eval.checkpoints.quantized_tensors import is_quantized, layout_names, stored_bytes
-from ppl_eval.quantization.quantize import digest, quantize
+from ppl_eval.models.engines import scorable
+from ppl_eval.quantization.quantize import Packing, digest, quantize
 
 TORCHTUNE = "torchtune.training.quantization."
 INT4 = {"_component_": TORCHTUNE + "Int4WeightOnlyQuantizer", "groupsize": 32}
@@ -287,3 +289,30 @@ def test_what_torchtunes_own_quantiser_writes_is_read_and_has_our_bits(tmp_path)
     load_into(again, opened.state_dict, dtype=torch.bfloat16)
     quantize(ours, SCHEMES["8da4w"][0], "cpu")
     assert torch.equal(tiny.logits(again), tiny.logits(ours))
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "awq"])
+def test_weights_are_quantised_while_they_are_read(tmp_path, scheme):
+    """The bits of quantising afterwards, and no more than one weight in full precision at a time."""
+    section, _ = SCHEMES[scheme]
+    whole = make()
+    opened = load_state_dict(tiny.write_tune(tmp_path, whole.state_dict()))
+    quantize_tiny(whole, section)
+    decoder = on_meta(tiny.tied)
+    packing = Packing(scorable(decoder), section, torch.device("cpu"), torch.bfloat16)
+    full, most = weakref.WeakSet(), 0
+
+    def pack(name, weight):
+        nonlocal most
+        # A copy, as on another device; the mapped file is no memory.
+        weight = weight.clone()
+        if name.endswith("proj.weight") or ".mlp." in name:
+            full.add(weight)
+        most = max(most, len(full))
+        return packing(name, weight)
+
+    load_into(decoder, opened.state_dict, dtype=torch.bfloat16, pack=pack)
+    report = packing.report()
+    assert most == 1
+    assert report.weight_bytes == stored_bytes(decoder) == stored_bytes(whole)
+    assert torch.equal(tiny.logits(decoder), tiny.logits(whole))

@@ -72,6 +72,7 @@ def load_into(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     weights: WeightsHash | None = None,
+    pack: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
 ) -> list[str]:
     """Give a model that was built on the meta device its weights, without a second copy of any of them.
 
@@ -82,6 +83,8 @@ def load_into(
         dtype: of all floating-point weights. Quantised weights keep theirs.
         device: where the weights go.
         weights: takes the hash of what is read.
+        pack: gets every plain weight by its name, on the device, and returns what takes its place
+            (``quantization.quantize.Packing``).
 
     Returns:
         Notes: everything that was adjusted.
@@ -107,6 +110,8 @@ def load_into(
             else:
                 loaded[name] = tensor.to(device=device, dtype=own.get(name, dtype))
         del tensor
+        if pack is not None:
+            loaded[name] = pack(name, loaded[name])
     decoder.module.load_state_dict(loaded, strict=True, assign=True)
     decoder.init_buffers(device)
     assert_materialised(decoder.module)

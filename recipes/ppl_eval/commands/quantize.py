@@ -54,11 +54,16 @@ def quantize_checkpoint(settings: Settings) -> tuple[Path, QuantizationReport, l
         batches, remarks = calibration_batches(settings, read_inputs(settings, world), world)
         notes += remarks
     notes += settings.notes
-    notes += checkpoint.notes + load_into(decoder, checkpoint.state_dict, dtype=dtype, device=device)
+    packing = models.packing_of(decoder, checkpoint.state_dict, settings.quantizer, device, dtype)
+    notes += checkpoint.notes
+    notes += load_into(decoder, checkpoint.state_dict, dtype=dtype, device=device, pack=packing)
     decoder.module.eval().requires_grad_(False)
     # Calibration must see what it would see in a run.
     models.prepare_for_device(decoder, device, settings.compile)
-    done = quantize(decoder, settings.quantizer, device, batches=batches)
+    if packing is not None:
+        done = packing.report()
+    else:
+        done = quantize(decoder, settings.quantizer, device, batches=batches)
     stem = next(iter(checkpoint.identity)).split(".")[0]
     path = folder / f"{stem}-{done.mode}.pt"
     with whole_file(path, "wb") as file:

@@ -7,7 +7,7 @@ is examined first: quantised, or skipped for a reason that the result shows.
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -44,6 +44,60 @@ class QuantizationReport:
     notes: list[str] = field(default_factory=list)
 
 
+class Packing:
+    """Quantises weights one by one while they are read, so that no more than one of them is there in full
+    precision: the peak is the quantised model and a weight.
+
+    Args:
+        decoder: on the meta device.
+        quantizer_cfg: the ``quantizer`` section, of a scheme that is not calibrated.
+        device: where the weights go; the packed layout depends on it.
+        dtype: of the weights.
+
+    Raises:
+        ValueError: for an unknown quantiser or key, a scheme that the device cannot run, or no layer that
+            fits.
+    """
+
+    def __init__(
+        self, decoder: Decoder, quantizer_cfg: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._decoder, self._dtype, self._report = decoder, dtype, QuantizationReport()
+        self._scheme = scheme_of(quantizer_cfg, device, dtype)
+        fitting = _sort_layers(decoder, self._scheme, self._report, leave_head=False)
+        self._names = {f"{name}.weight" for name in fitting}
+
+    def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight of this name, quantised if its layer is to be."""
+        if name not in self._names:
+            return weight
+        num_outputs, num_inputs = weight.shape
+        linear = nn.Linear(num_inputs, num_outputs, bias=False, device="meta", dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        self._scheme.apply(linear)
+        return linear.weight.data
+
+    def report(self) -> QuantizationReport:
+        """Return what was done, once the model holds its weights."""
+        model = self._decoder.module
+        left = [name for name in self._names if not is_quantized(model.get_parameter(name))]
+        assert not left, f"torchao left {left} in full precision"
+        _describe(model, self._scheme, self._report, self._dtype)
+        return self._report
+
+
+def is_calibrated(quantizer_cfg: Mapping[str, Any]) -> bool:
+    """Return whether a ``quantizer`` section looks at activations, for which it needs the whole model."""
+    return str(quantizer_cfg.get("_component_")) == AWQ
+
+
+def refuse_quantized() -> NoReturn:
+    """Refuse to quantise what is quantised."""
+    raise ValueError(
+        "the checkpoint is quantised already: remove `quantizer` from the config, or take the original"
+    )
+
+
 def quantize(
     decoder: Decoder | nn.Module,
     quantizer_cfg: Mapping[str, Any],
@@ -72,11 +126,9 @@ def quantize(
     device, decoder = torch.device(device), scorable(decoder)
     model = decoder.module
     if any(is_quantized(p) for p in model.parameters()):
-        raise ValueError(
-            "the checkpoint is quantised already: remove `quantizer` from the config, or take the original"
-        )
+        refuse_quantized()
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    calibrated = str(quantizer_cfg.get("_component_")) == AWQ
+    calibrated = is_calibrated(quantizer_cfg)
     report = QuantizationReport()
     if calibrated:
         base = {"_component_": "torchtune.training.quantization.Int4WeightOnlyQuantizer"}

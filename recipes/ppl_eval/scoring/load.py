@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtune import training
 
 from ppl_eval.checkpoints.lazy_state_dict import (
+    LazyStateDict,
     check_state_dict,
     load_into,
     note_conversions,
@@ -27,7 +29,13 @@ from ppl_eval.models.decoder import Asked, Decoder
 from ppl_eval.models.engines import scorable
 from ppl_eval.parallel.parallel_dims import ParallelDims
 from ppl_eval.quantization.awq import Share, run_alone
-from ppl_eval.quantization.quantize import QuantizationReport, quantize
+from ppl_eval.quantization.quantize import (
+    Packing,
+    QuantizationReport,
+    is_calibrated,
+    quantize,
+    refuse_quantized,
+)
 from ppl_eval.scoring import concurrency
 from ppl_eval.scoring import live as scoring_live
 from ppl_eval.scoring import split as parallel
@@ -216,11 +224,14 @@ def load_model(
     notes = decoder.notes_on(dtype) + renamed
     report, weights = None, WeightsHash()
     if whole:
-        notes += load_into(decoder, state_dict, dtype=dtype, device=device, weights=weights)
+        packing = packing_of(decoder, state_dict, settings.quantizer, device, dtype)
+        notes += load_into(decoder, state_dict, dtype=dtype, device=device, weights=weights, pack=packing)
         decoder.module.requires_grad_(False)
-        if settings.quantizer is not None:
+        if packing is not None:
+            report = packing.report()
+        elif settings.quantizer is not None:
             report = quantize(decoder, settings.quantizer, device, batches=batches, share=share)
-            notes += report.notes
+        notes += [] if report is None else report.notes
         model = _split(decoder, settings, placement, shard=False, compared=compared)
     else:
         names = check_state_dict(decoder, state_dict, dtype=dtype, notes=notes)
@@ -234,6 +245,25 @@ def load_model(
         for layer in decoder.layers:
             layer.register_forward_hook(lambda *_: activity.tick())
     return BuiltModel(model.scorer, num_parameters, weights, report, notes + model.notes)
+
+
+def packing_of(
+    decoder: Decoder,
+    state_dict: LazyStateDict,
+    quantizer: DictConfig | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Packing | None:
+    """Return what quantises weights while they are read; None where none is, or the whole model is needed.
+
+    Raises:
+        ValueError: if the quantiser cannot be used, or some weights are quantised already.
+    """
+    if quantizer is None or is_calibrated(quantizer):
+        return None
+    if any(map(is_quantized, state_dict.meta.values())):
+        refuse_quantized()
+    return Packing(decoder, quantizer, device, dtype)
 
 
 def _take_live(decoder: Decoder, settings: Settings, placement: Placement) -> BuiltModel:
