@@ -26,6 +26,7 @@ ORDER = (
     "reports",
     "api",
     "tasks",
+    "experiments",
     "commands",
 )
 

@@ -14,6 +14,7 @@ from ppl_eval.commands.doctor_cli import add_doctor
 from ppl_eval.commands.launch import ENDPOINT, prepare, start
 from ppl_eval.commands.report import add_report
 from ppl_eval.commands.run import add_run
+from ppl_eval.commands.sweep import add_sweep
 from ppl_eval.commands.tasks import add_tasks
 from ppl_eval.config.files import keep_to_owner
 from ppl_eval.config.yaml_files import find_config, shipped_configs
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add_tasks(commands)
     add_compare(commands)
     add_report(commands)
+    add_sweep(commands)
 
     ls = commands.add_parser("ls", help="list the shipped configs")
     ls.set_defaults(command=_ls)

@@ -4,7 +4,6 @@
 a rendezvous of its own on each.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from ppl_eval.config.settings import read_settings
 from ppl_eval.distributed.outcome import ERROR_FILE, EXIT_SIGNAL, Failure, print_error, read_cause
+from ppl_eval.distributed.parent import end_with_parent
 
 ENDPOINT = "PET_RDZV_ENDPOINT"
 # With 1, every start of the ranks gets a store of its own, which rank 0 keeps. Else torchrun keeps one for
@@ -134,7 +134,7 @@ def start(launch: Launch) -> int:
             launch.command,
             env={**os.environ, **launch.environment, ERROR_FILE: str(cause)},
             process_group=0,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
         handed_on = _hand_on_signals(child)
         code = child.wait()
@@ -166,10 +166,3 @@ def _hand_on_signals(child: "subprocess.Popen[bytes]") -> list[signal.Signals]:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, hand_on)
     return handed_on
-
-
-def _end_with_parent() -> None:
-    # Whoever kills this command means the run.
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -67,6 +67,7 @@ class Settings:
     quantizer: DictConfig | None = None
     reference: DictConfig | None = None
     metric_logger: DictConfig | None = None
+    tags: DictConfig | None = None
     aggregation: Aggregation = field(default_factory=Aggregation)
     # torchtune's set_seed takes what NumPy takes.
     seed: int = _key(42, at_least=0, at_most=2**32 - 1)
@@ -147,9 +148,8 @@ def _keys_of(kind: type) -> dict[str, Key]:
 
 KEYS = _keys_of(Settings)
 AGGREGATION_KEYS = _keys_of(Aggregation)
-SECTIONS = tuple(
-    name for name, key in KEYS.items() if DictConfig in key.types and name not in ("aggregation", "reference")
-)
+_NO_COMPONENTS = ("aggregation", "reference", "tags")
+SECTIONS = tuple(name for name, key in KEYS.items() if DictConfig in key.types and name not in _NO_COMPONENTS)
 USAGE = f"""\
 usage: distributed_ppl_eval --config <path or shipped name> [key=value ...]
 
@@ -254,7 +254,10 @@ def check(config: DictConfig, flags: Flags = NO_FLAGS) -> Settings:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
-    """Refuse values that exclude each other."""
+    """Refuse values that exclude each other, and tags that are no columns."""
+    for name, value in (values["tags"] or {}).items():
+        if not isinstance(value, str | int | float | bool | None):
+            raise ValueError(f"tags.{name} is {value!r}; a tag is a number, a text, true or false")
     if values["softmax"] == "torch" and values["tensor_parallel_dim"] > 1:
         raise ValueError(
             "softmax is 'torch', which needs whole rows of logits, and tensor_parallel_dim splits them; use"

@@ -105,6 +105,7 @@ def build(
         },
         "seed": state.source.seed,
         "timing": _timing(scored, per_rank),
+        "tags": settings.as_dict().get("tags") or {},
         "run": run_facts(state),
         "versions": versions(),
         "kernels": kernel_facts(state.device),
