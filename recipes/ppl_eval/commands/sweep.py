@@ -117,11 +117,16 @@ def _plot(sweep: Any, jobs: Sequence[Any], column: str) -> int:
     slots.look(jobs)
     path = sweep.output_dir / f"plot-{column.replace(os.sep, '_')}.png"
     rows = _rows(sweep, jobs)
-    tags = {tag for run in sweep.runs for tag in run.tags}
-    apart = [axis for axis in sweep.axes if axis != column and column not in tags]
+    # An axis that decides the column is along the figure; the others are lines.
+    apart = [axis for axis in sweep.axes if axis != column and not _decides(rows, axis, column)]
     summary.plot(rows, column, path, apart)
     print(f"written to {path}")
     return 0
+
+
+def _decides(rows: Sequence[dict[str, Any]], axis: str, column: str) -> bool:
+    pairs = {(row.get(axis), row.get(column)) for row in rows if row.get(column) is not None}
+    return len(pairs) == len({level for level, _ in pairs})
 
 
 def _emit_slurm(sweep: Any, arguments: argparse.Namespace) -> str:
