@@ -70,6 +70,21 @@ def test_mistakes_are_told_before_anything_runs(tiny, tmp_path, keys, message):
         read_sweep(write_sweep(tmp_path, tiny, **keys))
 
 
+def test_a_sweep_runs_what_is_not_done(tiny, tmp_path):
+    path = write_sweep(
+        tmp_path, tiny, grid={"dtype": ["fp32", "bf16"]}, compare_to="fp32", overrides={"max_windows": 2}
+    )
+    assert (first := run(PPL_EVAL, "sweep", str(path), "--only", "0")).code == 0, first.output
+    written = (tmp_path / "sweep" / "runs" / "fp32" / "result.json").stat().st_mtime_ns
+    assert (second := run(PPL_EVAL, "sweep", str(path))).code == 0, second.output
+    assert (tmp_path / "sweep" / "runs" / "fp32" / "result.json").stat().st_mtime_ns == written
+    rows = rows_of(tmp_path / "sweep")
+    assert [row["state"] for row in rows.values()] == ["done", "done"]
+    assert float(rows["bf16"]["perplexity_ratio"]) == pytest.approx(
+        float(rows["bf16"]["perplexity"]) / float(rows["fp32"]["perplexity"])
+    )
+
+
 @pytest.fixture(scope="module")
 def killed(tiny, tmp_path_factory):
     """A sweep of eight runs, one of them wrong, killed after two or more were done; then started again."""
@@ -91,6 +106,7 @@ def killed(tiny, tmp_path_factory):
     return path, before, again
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on(killed):
     path, before, again = killed
     folder = path.parent / "sweep"
@@ -107,6 +123,7 @@ def test_a_killed_sweep_goes_on(killed):
             assert row["nll_sum_hex"] == result_of(folder / "runs" / name)["nll_sum_hex"]
 
 
+@pytest.mark.slow
 def test_the_summary_compares_and_carries_tags(killed):
     path, _, _ = killed
     folder = path.parent / "sweep"
@@ -122,6 +139,7 @@ def test_the_summary_compares_and_carries_tags(killed):
     assert "http" not in page
 
 
+@pytest.mark.slow
 def test_a_changed_config_runs_again_and_keeps_the_old_result(killed, tiny):
     path, _, _ = killed
     content = OmegaConf.load(path)
@@ -135,6 +153,7 @@ def test_a_changed_config_runs_again_and_keeps_the_old_result(killed, tiny):
     assert result_of(folder / "w2.old-1")["num_windows"] == 2
 
 
+@pytest.mark.slow
 def test_a_job_array_runs_one_run_a_task(killed, capsys):
     path, _, _ = killed
     cli.main(["sweep", str(path), "--emit", "slurm", "--slots", "3"])
@@ -152,6 +171,7 @@ def test_a_job_array_runs_one_run_a_task(killed, capsys):
     assert json.loads((path.parent / "sweep" / "runs" / "w3" / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_perplexity_against_a_tag_is_one_command(killed, capsys):
     pytest.importorskip("matplotlib")
     path, _, _ = killed
