@@ -105,7 +105,7 @@ def write_page(
     names = list(dict.fromkeys(name for row in rows for name in row))
     note = (
         f"Ratios and differences are to {compare_to}, window by window, with standard errors by blocks. Of"
-        " many runs some differ by chance: with 88, about four lie beyond two standard errors."
+        " many runs some differ by chance: about one in twenty lies beyond two standard errors."
         if compare_to
         else "No run is named for the others to be compared with."
     )
