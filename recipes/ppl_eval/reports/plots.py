@@ -130,6 +130,9 @@ def percentiles(runs: Mapping[str, Mapping[str, float]]) -> Markup:
             colour = _ACCENT if place == 0 else _SECOND
             axes.plot(list(found), list(found.values()), marker="o", label=name, color=colour)
         axes.set_yscale("log")
+        # Text stays text in the page, so no formulas: 0.01 rather than 10^-2.
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.set_xlabel("percentile of tokens")
         axes.set_ylabel("KL divergence, nats")
         axes.legend()
