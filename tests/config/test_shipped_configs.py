@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from helpers.published import PUBLISHED, SMOLLM2
+from helpers.published import BY_CONFIG, PUBLISHED, SMOLLM2, Published
 from ppl_eval.config.components import check_arguments, instantiate, resolve_component
 from ppl_eval.config.kinds import Named
 from ppl_eval.config.settings import read_settings
@@ -33,6 +33,12 @@ BY_BUILDER = {f"torchtune.models.{builder}": entry for builder, entry in PUBLISH
 }
 
 
+def published_of(path: Path) -> Published:
+    """What is known of the checkpoint that a config is for."""
+    name = f"{path.parent.name}/{path.stem.partition('_ppl')[0]}"
+    return BY_CONFIG.get(name) or BY_BUILDER[OmegaConf.load(path).model._component_]
+
+
 GIB = 2**30
 # Activations, logits and CUDA's context, rounded up; and the sizes of devices that people have, in GiB.
 WORKING = 3
@@ -52,7 +58,7 @@ def built(section: str) -> tuple[torch.nn.Module, int]:
     model = build_on_meta(settings, torch.bfloat16).module
     num_parameters = count_parameters(model)
     builder = settings.model._component_
-    correct(model, builder, BY_BUILDER[builder].config)
+    correct(model, builder, published_of(path).config)
     return model, num_parameters
 
 
@@ -73,7 +79,7 @@ def test_config(path):
 
     builder = settings.model._component_
     model, num_parameters = built(model_section(path))
-    entry = BY_BUILDER[builder]
+    entry = published_of(path)
     assert num_parameters == entry.num_parameters
     assert check_config(model, builder, entry.config, settings.checkpointer.model_type) == []
     assert settings.checkpointer.model_type == family_of(builder).model_type
@@ -93,7 +99,7 @@ def test_head_says_what_a_user_must_know(path):
     config = OmegaConf.load(path)
     if path.parent.name != "smollm2":
         assert f"--output-dir {config.checkpointer.checkpoint_dir}" in head
-        assert BY_BUILDER[config.model._component_].repository in head
+        assert published_of(path).repository in head
 
 
 @dataclass(frozen=True)
@@ -204,12 +210,13 @@ def test_every_family_has_an_int4_file():
 def test_models_of_70b_and_more_are_sharded():
     for path in PATHS:
         config = OmegaConf.load(path)
-        large = BY_BUILDER[config.model._component_].num_parameters > 65e9
+        large = published_of(path).num_parameters > 65e9
         assert (config.get("data_parallel_shard_dim", 1) == -1) == (large and "quantizer" not in config), path
 
 
 def test_every_size_that_torchtune_builds_has_a_config():
-    configured = {OmegaConf.load(path).model._component_ for path in PATHS}
+    components = {OmegaConf.load(path).model._component_ for path in PATHS}
+    configured = {component for component in components if component.startswith("torchtune.")}
     # Of Qwen 2.5's base and instruction-tuned builders the base model's is configured; heads name the other.
     wanted = {builder for builder in BY_BUILDER if not builder.endswith("_instruct")}
     assert configured == wanted
@@ -226,7 +233,9 @@ def test_every_size_that_torchtune_builds_has_a_config():
             "gemma2",
         ),
         *("phi3", "phi4", "qwen2", "qwen2_5", "smollm2"),
+        *("gemma3", "granite3", "mistral_nemo", "olmo2", "qwen3", "smollm3"),
     }
+    assert BY_CONFIG.keys() <= {f"{path.parent.name}/{path.stem.partition('_ppl')[0]}" for path in PATHS}
 
 
 def test_configs_are_found_by_name_and_counted(capsys):
