@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import shtab
 
@@ -54,26 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     cp.add_argument("path", type=Path, help="the new file, or a folder")
     cp.set_defaults(command=_cp)
 
-    launch = commands.add_parser(
-        "launch",
-        help="start a run on one or more nodes",
-        usage="ppl-eval launch --nnodes 2 --nproc_per_node 8 --rdzv_endpoint HOST:PORT -- --config NAME ...",
-        description="The same command on every node. Options are torchrun's; after -- come the recipe's.",
-    )
-    launch.add_argument("--nnodes", default="1", help="nodes of the run, or MIN:MAX (default 1)")
-    launch.add_argument("--nproc_per_node", default="1", help="processes on this node: a number or gpu")
-    launch.add_argument(
-        "--rdzv_endpoint", default=os.environ.get(ENDPOINT), help="HOST:PORT of one of the nodes"
-    )
-    launch.add_argument("--rdzv_id", default="ppl_eval", help="name of the run (default ppl_eval)")
-    launch.add_argument(
-        "--max_restarts",
-        type=int,
-        default=0,
-        help="how often ranks that failed are started again (default 0)",
-    )
-    launch.add_argument("recipe_arguments", nargs="*", help=argparse.SUPPRESS)
-    launch.set_defaults(command=_launch)
+    _add_launch(commands)
 
     fetch = commands.add_parser("fetch", help="get the demo model")
     fetch.add_argument("name", help="smollm2-135m")
@@ -101,6 +83,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     quantize.set_defaults(command=_quantize)
     return parser
+
+
+def _add_launch(commands: Any) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="start a run on one or more nodes",
+        usage="ppl-eval launch --nnodes 2 --nproc_per_node 8 --rdzv_endpoint HOST:PORT -- --config NAME ...",
+        description="The same command on every node. Options are torchrun's; after -- come the recipe's.",
+    )
+    launch.add_argument("--nnodes", default="1", help="nodes of the run, or MIN:MAX (default 1)")
+    launch.add_argument("--nproc_per_node", default="1", help="processes on this node: a number or gpu")
+    launch.add_argument(
+        "--rdzv_endpoint", default=os.environ.get(ENDPOINT), help="HOST:PORT of one of the nodes"
+    )
+    launch.add_argument("--rdzv_id", default="ppl_eval", help="name of the run (default ppl_eval)")
+    launch.add_argument(
+        "--max_restarts",
+        type=int,
+        default=0,
+        help="how often ranks that failed are started again (default 0)",
+    )
+    launch.add_argument("recipe_arguments", nargs="*", help=argparse.SUPPRESS)
+    launch.set_defaults(command=_launch)
 
 
 def _ls(_: argparse.Namespace) -> None:

@@ -37,8 +37,6 @@ def attend(
 ) -> Tensor:
     """Attend like torchtune's ``MultiHeadAttention._attention_call``, whose place it takes.
 
-    On a CPU, over a whole sequence, a position has the same bits whatever comes after it and beside it.
-
     Query t stands at position t + query_offset of the keys. It sees the keys that ``mask`` allows (without a
     mask: those not after it) and, with a window w, of these only the last w: key j is seen if j > t +
     query_offset - w. That is transformers' meaning of ``sliding_window``.

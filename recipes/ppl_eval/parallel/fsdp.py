@@ -114,13 +114,7 @@ def shard_model(
     Returns:
         Notes on settings that had no effect.
     """
-    notes = []
-    policy = OffloadPolicy()
-    if cpu_offload and mesh.device_type == "cpu":
-        notes.append("fsdp_cpu_offload has no effect on the CPU device")
-    elif cpu_offload:
-        policy = CPUOffloadPolicy()
-
+    policy, notes = _offload(cpu_offload, mesh)
     if mesh.device_type == "cpu":
         return_freed_memory()
     one_buffer, own_buffer = _HostGather(reuse=True), _HostGather(reuse=False)
@@ -146,6 +140,12 @@ def shard_model(
         shard(head, False, own_buffer)
     shard(model, reshard_after_forward, own_buffer)
     return notes
+
+
+def _offload(asked: bool, mesh: DeviceMesh) -> tuple[OffloadPolicy, list[str]]:
+    if asked and mesh.device_type == "cpu":
+        return OffloadPolicy(), ["fsdp_cpu_offload has no effect on the CPU device"]
+    return CPUOffloadPolicy() if asked else OffloadPolicy(), []
 
 
 @contextmanager
