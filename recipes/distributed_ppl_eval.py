@@ -197,6 +197,10 @@ class DistributedPPLEvalRecipe:
                 else 0
             ),
         )
+        if world.rank == 0 and self.settings.report:
+            from ppl_eval.reports import html
+
+            html.write_report_of(self.settings.output_dir)
         if world.local_rank == 0 and self.settings.part is None:
             self._ledger.remove()
 

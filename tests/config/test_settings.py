@@ -155,7 +155,7 @@ aggregation backend baseline baseline_tolerance batch_size checkpointer compile 
 context_parallel_dim cross_check data_parallel_replicate_dim data_parallel_shard_dim dataset debug_nan device
 dtype fsdp_cpu_offload fsdp_reshard_after_forward log_level log_peak_memory_stats max_logits_mib max_windows
 metric_logger model nan output_dir part per_document per_token per_window position_buckets protocol quantizer
-reference resume schedule seed seed_check softmax tags
+reference report resume schedule seed seed_check softmax tags
 tensor_parallel_dim tensor_parallel_plan timeout_seconds tokenizer
 """
 

@@ -342,3 +342,17 @@ def test_windows_of_batches_that_went_through_in_parts_are_counted_over_ranks() 
     # Seven batches of two windows, the last of one: 5 and 8 windows of 4.
     assert plan.num_windows == 13
     assert joined(ranks).run.totals.num_windows_in_parts == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        ("The quick brown fox jumps over the lazy dog.", False),
+        ("Donaudampfschifffahrtsgesellschaft und Rechtsschutzversicherung", False),
+        ("敏捷的棕色狐狸跳过了懒狗。今天天气很好，我们去公园散步吧。 晚上再回家。", True),
+        ("", False),
+    ],
+)
+def test_words_are_doubted_where_white_space_does_not_separate_them(text, noted):
+    notes = metrics.words_note({"num_bytes": len(text.encode()), "num_words": len(text.split())})
+    assert bool(notes) == noted

@@ -63,6 +63,7 @@ def config(tiny, teacher, tmp_path_factory):
         position_buckets=2,
         per_token=True,
         per_window=True,
+        report=True,
     )
 
 
@@ -170,6 +171,13 @@ def test_a_reference_changes_no_bit_of_the_models_own_number(runs):
         assert result_of(runs[name])["nll_sum_hex"] == alone["nll_sum_hex"]
 
 
+def test_the_report_is_written_and_finished_runs_are_held_against_each_other(runs):
+    page = (runs["three"] / "report.html").read_text(encoding="utf-8")
+    assert "KL divergence" in page
+    found = run(PPL_EVAL, "compare", str(runs["alone"]), str(runs["one"]), "--max-ppl-ratio", "1.01")
+    assert found.code == 0, found.output
+
+
 def test_a_model_is_no_way_from_itself(runs):
     found = result_of(runs["itself"])["comparison"]
     assert found["kl_sum_hex"] == found["ce_loss_difference"].hex() == "0x0.0p+0"
@@ -186,7 +194,8 @@ def test_a_killed_run_and_parts_come_to_the_same_bits(runs, config, tmp_path, mo
     finished = many(1, [argv], tmp_path)
     assert finished.code == 0, finished.output
     assert result_of(tmp_path / "out")["plan"]["resumed_batches"] == 6
-    parts = [["--config", str(config), f"output_dir={tmp_path / 'parts'}", f"part={i}/2"] for i in (1, 2)]
+    own = ["--config", str(config), f"output_dir={tmp_path / 'parts'}", "report=false"]
+    parts = [[*own, f"part={i}/2"] for i in (1, 2)]
     finished = many(1, parts, tmp_path)
     assert finished.code == 0, finished.output
     finished = run(PPL_EVAL, "merge", str(tmp_path / "parts"), "-o", str(tmp_path / "merged"))

@@ -19,6 +19,7 @@ from ppl_eval.config.settings import Settings, check
 from ppl_eval.distributed.agreement import rank_ranges
 from ppl_eval.distributed.process import connect
 from ppl_eval.distributed.rendezvous import meet
+from ppl_eval.metrics import figures
 from ppl_eval.metrics.accumulator import Accumulator
 from ppl_eval.metrics.window_records import Records, form_of, in_order
 from ppl_eval.protocols.batches import expected_hash_sums
@@ -100,7 +101,7 @@ def merge(folders: Sequence[Path], output_dir: Path) -> dict[str, Any]:
         found = join(settings, inputs, records, ledgers, world=world, add_over_ranks=_alone)
         measured = result.measured(settings, inputs, sums, inputs.expected_tokens, found)
         joined = join_results([part.about for part in parts], measured)
-        joined["notes"] += excluded.note(sums, inputs)
+        joined["notes"] += [*excluded.note(sums, inputs), *figures.words_note(measured)]
         joined["run"] = merged_facts(world, started, [part.about for part in parts])
         result.publish(settings, joined, output_dir / "result.json", metric_logger)
         if metric_logger is not None:

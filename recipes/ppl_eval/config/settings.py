@@ -1,6 +1,7 @@
 """The config's keys: their types, defaults and allowed values, checked one by one. The only reader of this
 project's own keys."""
 
+import importlib.util
 import math
 import re
 import types
@@ -84,6 +85,7 @@ class Settings:
     per_window: bool = False
     per_document: bool = False
     per_token: bool = False
+    report: bool = False
     position_buckets: int | None = _key(None, at_least=1, at_most=2**20)
     resume: str = _key("auto", allowed=("auto", "never", "require"))
     backend: str | None = None
@@ -268,6 +270,8 @@ def _check_together(values: Mapping[str, Any]) -> None:
             "debug_nan watches every forward where data_parallel_shard_dim divides the model, which a"
             " compiled one does not allow; use compile=false"
         )
+    if values["part"] is not None and values["report"]:
+        raise ValueError("report is of the whole: ppl-eval report makes it of what ppl-eval merge writes")
     if values["part"] is not None and values["baseline"] is not None:
         raise ValueError("part and baseline cannot go together: only the whole of all parts is comparable")
 
@@ -278,6 +282,10 @@ def check_built(settings: Settings) -> None:
     Raises:
         ValueError: for one that does not exist, may not stand there, or does not take its arguments.
     """
+    if settings.report and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "report is true, and there is no matplotlib: pip install 'distributed_ppl_eval[report]'"
+        )
     for name, section in sections_of(vars(settings)):
         plain = OmegaConf.to_container(section, resolve=True)
         assert isinstance(plain, dict)

@@ -1,6 +1,7 @@
 """Figures that people quote, from exact sums: one division, one exponential, at the end."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,10 @@ from ppl_eval.metrics.groups import Domain, bits_per_byte_uncertainty, suite_fig
 from ppl_eval.metrics.standard_error import Blocks
 from ppl_eval.metrics.totals import Totals
 from ppl_eval.protocols.base import Protocol, exp_or_infinity
+
+
+# English has 6 bytes a word, source code 10, Finnish and Russian 15; a Chinese line is one word of a hundred.
+_MOST_BYTES_OF_WORD = 30
 
 
 def json_number(value: float | None) -> float | str | None:
@@ -51,6 +56,22 @@ def figures(totals: Totals, num_bytes: int | None, num_words: int | None) -> dic
         "word_perplexity": _exp(nll_sum / num_words) if num_words else None,
         "top1_accuracy": totals.num_correct / totals.num_tokens if totals.num_tokens else None,
     }
+
+
+def words_note(found: Mapping[str, Any]) -> list[str]:
+    """Return the line for the notes of a result whose word count means nothing; none where it does.
+
+    Args:
+        found: ``num_bytes`` and ``num_words`` of the text.
+    """
+    num_bytes, num_words = found["num_bytes"], found["num_words"]
+    if not num_words or num_bytes <= _MOST_BYTES_OF_WORD * num_words:
+        return []
+    return [
+        f"word_perplexity means little here: words are what white space separates, and this text of"
+        f" {num_bytes:,} bytes has {num_words:,} of them. Its script (Chinese, Japanese, Thai, ...) does"
+        " without; bits_per_byte compares"
+    ]
 
 
 def uncertainty(totals: Totals, blocks: Blocks) -> dict[str, Any]:

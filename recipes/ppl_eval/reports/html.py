@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from ppl_eval.config.files import whole_file
 from ppl_eval.reports.compare import compare_runs
-from ppl_eval.reports.runs import Run, per_token
+from ppl_eval.reports.runs import Run, per_token, read_runs
 from ppl_eval.reports.texts import token_groups
 
 _SHOWN_WINDOWS, _SHOWN_TOKENS = 5, 600
@@ -38,6 +38,13 @@ def write_report(runs: Sequence[Run], path: Path) -> None:
     text = render(runs)
     with whole_file(path) as file:
         file.write(text)
+
+
+def write_report_of(output_dir: str) -> None:
+    """Write ``report.html`` of a run that has just finished, beside its result."""
+    path = Path(output_dir) / "report.html"
+    write_report(read_runs([path.parent]), path)
+    print(f"report written to {path}", flush=True)
 
 
 def render(runs: Sequence[Run]) -> str:

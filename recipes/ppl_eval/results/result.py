@@ -83,11 +83,12 @@ def build(
     """
     settings, inputs = state.settings, state.inputs
     expected_tokens = state.share.expected_tokens
+    found = measured(settings, inputs, scored.accumulator, expected_tokens, joined)
     checked = cross_check.compare(state)
     return {
         "schema": table.SCHEMA,
         "key": plan_key(plan_facts(state)),
-        **measured(settings, inputs, scored.accumulator, expected_tokens, joined),
+        **found,
         **_question(state, scored),
         "model": _model(state),
         "quantizer": _quantizer(settings, state.model),
@@ -113,6 +114,7 @@ def build(
             *state.notes,
             *cross_check.note(checked),
             *excluded.note(scored.accumulator, inputs),
+            *figures.words_note(found),
             *forward.memory_note(state, scored.accumulator.run.totals),
         ],
     }
