@@ -15,7 +15,6 @@ from ppl_eval.metrics.standard_error import Blocks
 from ppl_eval.metrics.totals import Totals
 from ppl_eval.protocols.base import Protocol, exp_or_infinity
 
-
 # English has 6 bytes a word, source code 10, Finnish and Russian 15; a Chinese line is one word of a hundred.
 _MOST_BYTES_OF_WORD = 30
 
