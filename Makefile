@@ -20,7 +20,7 @@ demo: model
 	$(BIN)/tune run --nproc_per_node 2 distributed_ppl_eval --config smollm2/135M_ppl output_dir=runs/demo
 
 # Two halves side by side: tests of whole runs wait for processes and timeouts, the others compute.
-RUNS := $(addprefix tests/,api commands distributed experiments parallel recipe results run tasks test_wheel.py)
+RUNS := $(addprefix tests/,api commands distributed experiments parallel recipe run test_wheel.py)
 
 test: model
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-runs test-rest
