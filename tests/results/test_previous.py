@@ -22,10 +22,12 @@ def names(folder):
 
 
 def test_another_evaluation_moves_aside_and_the_same_one_stays(tmp_path):
-    put(tmp_path, result_json={"key": "old"}, windows_parquet="w", documents_parquet="d", notes_txt="mine")
+    files = {"windows_parquet": "w", "documents_parquet": "d", "report_html": "r", "notes_txt": "mine"}
+    put(tmp_path, result_json={"key": "old"}, **files)
     assert set_aside(tmp_path, "old", None) is None
     assert "previous/old" in set_aside(tmp_path, "new", None)
-    moved = [f"previous/old/{name}" for name in ("documents.parquet", "result.json", "windows.parquet")]
+    theirs = ("documents.parquet", "report.html", "result.json", "windows.parquet")
+    moved = [f"previous/old/{name}" for name in theirs]
     assert names(tmp_path) == ["notes.txt", *moved]
     assert set_aside(tmp_path, "new", None) is None
 

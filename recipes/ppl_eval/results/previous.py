@@ -1,6 +1,6 @@
 """Files of two evaluations never stand side by side in one ``output_dir``: the older ones are moved aside.
 
-<output_dir>/previous/<key>/    result and Parquet files of the evaluation with that key
+<output_dir>/previous/<key>/    result, report and Parquet files of the evaluation with that key
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 FOLDER = "previous"
 RESULT = "result.json"
+REPORT = "report.html"
 
 
 def set_aside(output_dir: Path, key: str, baseline: str | None) -> str | None:
@@ -45,7 +46,8 @@ def set_aside(output_dir: Path, key: str, baseline: str | None) -> str | None:
     folder = output_dir / FOLDER / (theirs or written)
     folder.mkdir(parents=True, exist_ok=True)
     # The result last: should this be cut short, the next run goes on with it.
-    for path in files:
+    reports = [path for path in (output_dir / REPORT,) if path.is_file()]
+    for path in reports + files:
         if path.is_dir():  # A table in parts.
             shutil.rmtree(folder / path.name, ignore_errors=True)
         os.replace(path, folder / path.name)
