@@ -349,6 +349,8 @@ def test_windows_of_batches_that_went_through_in_parts_are_counted_over_ranks() 
     [
         ("The quick brown fox jumps over the lazy dog.", False),
         ("Donaudampfschifffahrtsgesellschaft und Rechtsschutzversicherung", False),
+        ("இந்த வாக்கியத்தின் சொற்கள் இடைவெளிகளால் பிரிக்கப்பட்டுள்ளன.", False),
+        ("คำในประโยคนี้ไม่ได้คั่นด้วยช่องว่าง แต่ละวลีจึงนับเป็นหนึ่งคำ", True),
         ("敏捷的棕色狐狸跳过了懒狗。今天天气很好，我们去公园散步吧。 晚上再回家。", True),
         ("", False),
     ],
@@ -356,3 +358,12 @@ def test_windows_of_batches_that_went_through_in_parts_are_counted_over_ranks() 
 def test_words_are_doubted_where_white_space_does_not_separate_them(text, noted):
     notes = metrics.words_note({"num_bytes": len(text.encode()), "num_words": len(text.split())})
     assert bool(notes) == noted
+
+
+def test_a_domain_is_doubted_in_a_text_that_has_spaces_as_a_whole():
+    english, chinese = {"num_bytes": 6000, "num_words": 1000}, {"num_bytes": 600, "num_words": 2}
+    whole = {"num_bytes": 6600, "num_words": 1002}
+    unknown = {"num_bytes": None, "num_words": None}
+    assert metrics.words_note({**whole, "domains": {"en": english, "none": unknown}}) == []
+    (line,) = metrics.words_note({**whole, "domains": {"en": english, "zh": chinese}})
+    assert "zh has 600 bytes and 2 of them" in line

@@ -15,8 +15,9 @@ from ppl_eval.metrics.standard_error import Blocks
 from ppl_eval.metrics.totals import Totals
 from ppl_eval.protocols.base import Protocol, exp_or_infinity
 
-# English has 6 bytes a word, source code 10, Finnish and Russian 15; a Chinese line is one word of a hundred.
-_MOST_BYTES_OF_WORD = 30
+# English has 6 bytes a word, source code 10, Finnish and Russian 15, Tamil above 30; a Chinese line is one
+# word of a hundred.
+_MOST_BYTES_OF_WORD = 40
 
 
 def json_number(value: float | None) -> float | str | None:
@@ -61,15 +62,19 @@ def words_note(found: Mapping[str, Any]) -> list[str]:
     """Return the line for the notes of a result whose word count means nothing; none where it does.
 
     Args:
-        found: ``num_bytes`` and ``num_words`` of the text.
+        found: ``num_bytes`` and ``num_words`` of the text, and the same of its ``domains``.
     """
-    num_bytes, num_words = found["num_bytes"], found["num_words"]
-    if not num_words or num_bytes <= _MOST_BYTES_OF_WORD * num_words:
+    texts = {"this text": found, **found.get("domains", {})}
+    doubted = [
+        f"{name} has {part['num_bytes']:,} bytes and {part['num_words']:,} of them"
+        for name, part in texts.items()
+        if part["num_words"] and part["num_bytes"] > _MOST_BYTES_OF_WORD * part["num_words"]
+    ]
+    if not doubted:
         return []
     return [
-        f"word_perplexity means little here: words are what white space separates, and this text of"
-        f" {num_bytes:,} bytes has {num_words:,} of them. Its script (Chinese, Japanese, Thai, ...) does"
-        " without; bits_per_byte compares"
+        f"word_perplexity means little here: words are what white space separates, and {', '.join(doubted)}."
+        " Some scripts (Chinese, Japanese, Thai, ...) do without; bits_per_byte compares"
     ]
 
 
