@@ -197,10 +197,12 @@ class DistributedPPLEvalRecipe:
                 else 0
             ),
         )
-        if world.rank == 0 and self.settings.report:
+        if self.settings.report:
             from ppl_eval.reports import html
 
-            html.write_report_of(self.settings.output_dir)
+            folder = self.settings.output_dir
+            page = world.agree("report", lambda: html.write_report_of(folder) if world.rank == 0 else None)
+            self._log_rank_zero(f"report written to {page}")
         if world.local_rank == 0 and self.settings.part is None:
             self._ledger.remove()
 

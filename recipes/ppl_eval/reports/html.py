@@ -40,11 +40,11 @@ def write_report(runs: Sequence[Run], path: Path) -> None:
         file.write(text)
 
 
-def write_report_of(output_dir: str) -> None:
-    """Write ``report.html`` of a run that has just finished, beside its result."""
+def write_report_of(output_dir: str) -> Path:
+    """Write ``report.html`` of a run that has just finished, beside its result; return its path."""
     path = Path(output_dir) / "report.html"
     write_report(read_runs([path.parent]), path)
-    print(f"report written to {path}", flush=True)
+    return path
 
 
 def render(runs: Sequence[Run]) -> str:
